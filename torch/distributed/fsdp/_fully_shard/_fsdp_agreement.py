@@ -90,7 +90,7 @@ class UnitAgreement:
     def check_gather(self, group: dist.ProcessGroup, comm: AllGather) -> None:
         """Raises if the ranks of ``group``, about to gather by ``comm``, disagree."""
         if getattr(comm, "needs_all_ranks", False):
-            has_compared = self._compare(group, _announce(self._param_group))
+            has_compared = self._compare(group)
             self.has_compared_gathers = has_compared and _mode() != "always"
 
     def check_reductions(self, buckets: Sequence[ReduceBucket], *settings: Any) -> None:
@@ -107,8 +107,7 @@ class UnitAgreement:
             known = self._patterns.setdefault(group, set())
             is_new = pattern not in known and len(known) < _MAX_PATTERNS
             if always or is_new:
-                lines = _announce(self._param_group, buckets)
-                has_compared = self._compare(group, lines)
+                has_compared = self._compare(group, buckets)
                 is_agreed &= has_compared and not always
                 if is_new and has_compared:
                     known.add(pattern)
@@ -122,13 +121,16 @@ class UnitAgreement:
         with contextlib.suppress(Exception):  # the error comes first
             _add_note(error, _announce(self._param_group, buckets))
 
-    def _compare(self, group: dist.ProcessGroup, mine: _Lines) -> bool:
+    def _compare(
+        self, group: dist.ProcessGroup, buckets: Sequence[ReduceBucket] | None = None
+    ) -> bool:
         """Compares ranks by an all-gather of 32 bytes. Returns False while tracing."""
         device = self._param_group.device
         if not _has_others(group, device):
             return True
         if _is_traced(self._param_group):
             return False  # to be tried again
+        mine = _announce(self._param_group, buckets)
         count = _num_comparisons[group] = _num_comparisons.get(group, 0) + 1
         number = self._numbers.get(group, count)
         unit, text = mine[0]

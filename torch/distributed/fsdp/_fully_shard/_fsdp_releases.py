@@ -65,12 +65,10 @@ class RELEASE:
     def define_operators(lib: torch.library.Library) -> None:
         """Defines the operator that 2.15 has in Python."""
         if IS_2_15:
-            name, ints = (
-                "record_grad_output_stream",
-                "int device_index, int device_type",
-            )
-            lib.define(f"{name}(Tensor buffer, int stream_id, {ints}) -> ()")
-            lib.impl(name, lambda *_: None, "CompositeExplicitAutograd")
+            name, key = "record_grad_output_stream", "CompositeExplicitAutograd"
+            ints = "int stream_id, int device_index, int device_type"
+            lib.define(f"{name}(Tensor buffer, {ints}) -> ()")
+            lib.impl(name, lambda *_: None, key)
 
 
 # Whether NCCL multiplies by the factor of a bf16 PREMUL_SUM. Releases before 2.15 may
