@@ -1,8 +1,8 @@
 """The series for upstream: small edits of the release's own functions, as git commits.
 
 ``tools/upstream/000N-*.edit`` is a commit: its message, then its diff as ``git diff -U0``
-prints it, but for the text of the lines that it removes. That text is the release's, which
-has it: ``make`` fills it in, lets git apply the diff, and writes whole patches.
+prints it, but for the lines that it removes. They are the release's, which has them:
+``make`` fills them in, lets git apply the diff, and writes whole patches.
 
     make series         build/series/tree: a git repository with a commit for each file;
                         build/series/*.patch; tests over each commit
@@ -34,23 +34,13 @@ UNIFORM = {
     "test_fully_shard_schedules.py": "is_as_with_the_release",
     "test_fully_shard_parity.py": "(test_has_the_bits and uniform) or uniform_unit",
 }
-# No wheel has upstream's test files. The series adds to the end of these instead
-STAND_INS = ("comm", "mixed_precision", "training")
-STAND_IN = """# Owner(s): ["oncall: distributed"]
-
-# Here is the rest of upstream's file.
-
-
-if __name__ == "__main__":
-    run_tests()
-"""
 # Where a hunk is, its function, and what it removes
 HUNK = re.compile(r"(?m)^(@@ -(\d+)(?:,(\d+))? \S+ @@)(.*)\n((?:-.*\n)*)")
 
 
 def without_text(hunk: re.Match[str]) -> str:
     names = re.findall(r"(?:class|def) \w+", hunk[4])
-    return " ".join([hunk[1], *names]) + "\n" + "-\n" * hunk[5].count("\n")
+    return " ".join([hunk[1], *names]) + "\n"
 
 
 def edits_of(tree: Path) -> dict[str, str]:
@@ -83,9 +73,12 @@ def commit_edit(tree: Path, name: str, edit: str) -> None:
     message, *files = re.split(r"(?m)^(?=diff --git )", edit)
     for i, file in enumerate(files):
         path, old = re.findall(r"(?m)^diff --git a/(\S+)|^index (\w+)", file)
-        if (found := git(tree, "hash-object", path[0]).strip()) != old[1]:
+        found, lines = "0" * 40, []  # what git says of a new file
+        if (source := tree / path[0]).exists():
+            found = git(tree, "hash-object", source).strip()
+            lines = source.read_text().splitlines(keepends=True)
+        if found != old[1]:
             raise ToolError(f"{name}: {path[0]} is {found}, and not {old[1]} as it was")
-        lines = (tree / path[0]).read_text().splitlines(keepends=True)
 
         def with_text(hunk: re.Match[str], lines: list[str] = lines) -> str:
             start, count = int(hunk[2]) - 1, int(hunk[3] or 1)
@@ -99,23 +92,20 @@ def commit_edit(tree: Path, name: str, edit: str) -> None:
     git(tree, "commit", "--quiet", "--cleanup=verbatim", "-m", message.strip())
 
 
-def make_tree(tree: Path, release: Path, edits: dict[str, str]) -> None:
-    """Makes a repository of a release's Python files, and a commit for each edit."""
+def make_tree(
+    tree: Path, release: Path, edits: dict[str, str], files: str = "*.py"
+) -> None:
+    """Makes a repository of a release's files of Python, and a commit for each edit."""
     shutil.rmtree(tree, ignore_errors=True)
-    for source in (release / "torch").rglob("*.py"):
+    for source in (release / "torch").rglob(files):
         target = tree / source.relative_to(release)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, target)
-    (tree / TESTS).mkdir(parents=True)
-    for area in STAND_INS:
-        (tree / TESTS / f"test_fully_shard_{area}.py").write_text(STAND_IN)
     git(tree, "init", "--quiet", f"--initial-branch={BRANCH}")
     (tree / ".git/info/attributes").write_text("*.py diff=python\n")
-    try:
-        git(tree, "var", "GIT_AUTHOR_IDENT")
-    except ToolError:  # as for continuous integration
-        git(tree, "config", "user.name", BRANCH)
-        git(tree, "config", "user.email", f"{BRANCH}@localhost")
+    # Nobody's: whoever sends the commits becomes their author
+    git(tree, "config", "user.name", BRANCH)
+    git(tree, "config", "user.email", f"{BRANCH}@localhost")
     git(tree, "add", "--all")
     git(tree, "commit", "--quiet", "-m", f"PyTorch {NEWEST}")
     git(tree, "tag", RELEASE)
@@ -126,8 +116,23 @@ def make_tree(tree: Path, release: Path, edits: dict[str, str]) -> None:
     git(tree, "format-patch", "--quiet", "--full-index", "-o", tree.parent, RELEASE)
 
 
+def lay(tree: Path, release: Path) -> Path:
+    """Returns a torch of links: the release with the files that are checked out."""
+    laid = tree.parent / "branch"
+    changed = git(tree, "diff", "--name-only", RELEASE, "--", "torch").split()
+    lay_links(laid, torch_links(release, tree, changed))
+    return laid
+
+
+def lay_first(count: int, home: Path, release: Path) -> Path:
+    """Returns a release with the first commits alone. The very first promotes gradients."""
+    edits = dict(sorted(stored_edits().items())[:count])
+    make_tree(home / "tree", release, edits, "_fully_shard/*.py")
+    return lay(home / "tree", release)
+
+
 def test_each(tree: Path, release: Path) -> None:
-    """Runs what each commit tests, uniform units beside the release, then all tests."""
+    """Runs the tests of each commit, and uniform units beside the release."""
     home = tree.parent
     base = {path.name: os.readlink(path) for path in release.iterdir()}
     lay_links(home / "base", base)  # no link itself, since tests compare paths
@@ -137,12 +142,9 @@ def test_each(tree: Path, release: Path) -> None:
     commits = git(tree, "rev-list", "--reverse", f"{RELEASE}..{BRANCH}").split()
     for commit in commits:
         git(tree, "switch", "--quiet", "--detach", commit)
-        changed = git(tree, "diff", "--name-only", RELEASE, commit).split()
-        ours = {file for file in changed if file.startswith("torch/")}
-        lay_links(home / "branch", torch_links(release, tree, ours))
+        changed = git(tree, "diff", "--name-only", RELEASE).split()
+        lay(tree, release)
         print(git(tree, "log", "-1", "--format=%n%s", "--stat", commit), flush=True)
-        if commit != commits[-1]:
-            changed = git(tree, "diff", "--name-only", f"{commit}~", commit).split()
         runs = [[str(tree / file)] for file in changed if file.startswith("test/")]
         for file, names in UNIFORM.items():
             runs.append(["-m", "pytest", "-q", f"{ROOT}/{TESTS}/{file}", "-k", names])

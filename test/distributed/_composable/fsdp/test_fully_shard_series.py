@@ -21,10 +21,9 @@ from torch.testing._internal.common_utils import run_tests
 pytestmark = pytest.mark.tools
 
 
-CODE = "torch/fsdp/group.py"
+CODE = "torch/_fully_shard/group.py"
 OLD = "class Group:\n" + "".join(f"    theirs = {number}\n" for number in range(30))
 TEST = f"{series.TESTS}/test_fully_shard_comm.py"
-END = 'if __name__ == "__main__":\n    run_tests()\n'
 MESSAGES = [
     "[FSDP2] Change a line\n\nWhy.\n\n=== indented\n@@ -1 +1 @@",
     "[FSDP2] Add, change and remove\n\n# no comment",
@@ -33,7 +32,7 @@ RELEASE = REPOSITORY / "build" / NEWEST / "base"
 
 
 class TestSeries(ScratchTestCase):
-    """Two changes of a file, one of which brings a test, too."""
+    """Two changes of a file, one of which brings a file of tests, too."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -51,8 +50,7 @@ class TestSeries(ScratchTestCase):
         code = OLD.replace("    theirs = 7\n", "    ours = 7\n\n    -- x\n")
         self.commit(MESSAGES[0], {CODE: code})
         code = code.replace("    theirs = 9\n", "").replace("0\n", "0\n++ y\n")
-        test = (self.tree / TEST).read_text().replace(END, f"a test\n\n\n{END}")
-        self.commit(MESSAGES[1], {CODE: code + "a last line\n", TEST: test})
+        self.commit(MESSAGES[1], {CODE: code + "a last line\n", TEST: "a test\n"})
 
     def commit(self, message: str, files: dict[str, str]) -> None:
         write(self.tree, files)
@@ -66,12 +64,23 @@ class TestSeries(ScratchTestCase):
         edits = series.stored_edits()
         self.assertEqual(len(edits), 2)
         self.assertNotIn("theirs", "".join(edits.values()))
-        self.assertRegex(edits[min(edits)], r"(?m)^@@ -9 \+9,3 @@ class Group\n-\n\+")
+        self.assertRegex(edits[min(edits)], r"(?m)^@@ -9 \+9,3 @@ class Group\n\+")
         series.make("--untested")
         self.assertEqual(git(self.tree, *contents), before)
         messages = git(self.tree, "log", "--reverse", "--format=%B%x00")
         self.assertEqual([m.strip() for m in messages.split("\0")[1:-1]], MESSAGES)
         self.assertEqual(series.edits_of(self.tree), edits)
+        authors = git(self.tree, "log", "--format=%an", f"{series.RELEASE}..").split()
+        self.assertEqual(authors, [series.BRANCH] * 2)
+
+    def test_first_commits_are_laid_over_the_release(self):
+        series.save()
+        for count, last in ((1, False), (2, True)):
+            laid = series.lay_first(count, self.scratch / "laid", self.release)
+            text = (laid / CODE).read_text()
+            self.assertEqual("a last line" in text, last)
+            self.assertIn("ours = 7", text)
+            self.assertFalse((laid / TEST).exists())
 
     def test_commits_that_are_not_saved_stay(self):
         with self.assertRaisesRegex(ToolError, "make series-save"):
