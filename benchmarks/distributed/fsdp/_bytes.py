@@ -39,7 +39,7 @@ def measure(*, device: str, block: str, way: str) -> dict[str, Any]:
 
 def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]:
     """Counts what a step of each block sends in each way."""
-    groups = [g for g in groups_of(quick=quick) if g.name.endswith(" blocks")]
+    groups = [g for g in groups_of(sides, quick=quick) if g.name.endswith(" blocks")]
     values = alternate(__name__, sides, groups).values
     rows = []
     for name, subjects in groups:

@@ -187,12 +187,34 @@ class NemotronHBlock(Block):
         return torch.einsum("btsh,bshp->bthp", weights, values)
 
 
+class RouterBlock(Block):
+    """Experts in bf16, weighed by a router in fp32, and a norm in fp32."""
+
+    def __init__(self, dim: int = 512, experts: int = 4, hidden: int = 512):
+        super().__init__()
+        self.norm = RMSNorm(dim, FP32)
+        self.router = Linear(dim, experts, bias=False, dtype=FP32)
+        shapes = (experts * dim, hidden), (experts * hidden, dim)
+        self.experts = nn.ParameterList(torch.zeros(s, dtype=BF16) for s in shapes)
+
+    def second_unit(self) -> list[nn.Module]:
+        return [self.norm, self.router]
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        weights = self.router(normed).softmax(-1).movedim(-1, 0)[..., None]
+        up, down = (p.unflatten(0, (len(weights), 1, -1)) for p in self.experts)
+        return x + (weights * (normed @ up @ down)).sum(0)
+
+
 BLOCKS: dict[str, type[Block]] = {
     "Llama-like": LlamaBlock,
     "Nemotron-H-like": NemotronHBlock,
     "fp32 adapters": AdapterBlock,
 }
 UNIFORM_BLOCK = "Llama-like"
+MIXED = {n: b for n, b in BLOCKS.items() if n != UNIFORM_BLOCK}
+MIXED |= {"fp32 router": RouterBlock}
 NUM_BLOCKS = 3
 TOKENS = (2, 32)  # sequences, positions
 # Arguments of a block, as in models of 8 billion parameters: for devices
@@ -200,13 +222,13 @@ LARGE = {
     "Llama-like": {"dim": 4096, "heads": 32, "hidden": 12288},
     "Nemotron-H-like": {"dim": 4096, "heads": 128, "state": 128},
     "fp32 adapters": {"dim": 4096, "heads": 32, "hidden": 12288},
+    "fp32 router": {"dim": 2048, "experts": 32, "hidden": 1536},
 }
 
 # Ways to train a model of several dtypes
 AS_IT_IS = "as it is"  # one unit a block, whatever its dtypes
 PER_DTYPE = "one unit per dtype"
 ALL_FP32 = "all fp32"  # upcast before it is sharded
-PROMOTED = "gradients promoted to fp32"  # all of a unit in one reduction
 LATE = "BACKWARD_POST"
 # All in bf16, and gradients added in fp32: sent in fp32 too, or in bf16
 WIDE, NARROW = "sent in fp32", "sent in bf16"
@@ -215,7 +237,6 @@ EXCHANGED, JOINED, BOTH = "grad_comm_dtype", "set_reduce_bucket_cap", "both"
 COALESCED = "set_coalesced_collectives"
 AS_WIDE = {"grad_comm_dtype_override_fn": lambda param: param.dtype}
 POLICIES: dict[str, dict[str, Any]] = {
-    PROMOTED: {"reduce_dtype": FP32},
     WIDE: {"param_dtype": BF16, "reduce_dtype": FP32},
     NARROW: {"param_dtype": BF16, "reduce_dtype": FP32, "grad_comm_dtype": BF16},
     EXCHANGED: AS_WIDE,

@@ -48,7 +48,7 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]
     """Compares each block and way at each link."""
     rows = []
     for link in LINKS[:1] if quick else LINKS:
-        groups = [*_step_time.groups_of(steps=5, link=link)]
+        groups = [*_step_time.groups_of(sides, steps=5, link=link)]
         groups = groups[-1:] if quick else groups
         samples = alternate(
             __name__, sides, groups, rounds=rounds or (1 if quick else 5)

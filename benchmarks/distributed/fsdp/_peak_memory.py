@@ -47,7 +47,7 @@ def tracked_peak(model: nn.Module, x: Tensor) -> int:
 
 def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]:
     """Compares the peak of each way."""
-    samples = alternate(__name__, sides, [*groups_of(quick=quick)])
+    samples = alternate(__name__, sides, [*groups_of(sides, quick=quick)])
     # Half a percent for sizes that an allocator rounds up. Adapters in units of their
     # own are gathered and freed one by one, which no unit for all can have.
     bars = {RELEASE: 1.005}

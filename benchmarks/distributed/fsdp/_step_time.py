@@ -8,13 +8,13 @@ hardly anything else would be measured.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from typing import Any
 
 import _models
 import numpy as np
-from _models import AS_IT_IS, COALESCED, LATE, PER_DTYPE, PROMOTED, training_step
+from _models import AS_IT_IS, COALESCED, LATE, PER_DTYPE, training_step
 from _ratios import alternate, Comparison, Group, Row, Samples, Subject
 from _sides import Side
 
@@ -54,9 +54,12 @@ BRANCH, RELEASE = "branch", "release"
 PER_DTYPE_RELEASE = "release, one unit per dtype"
 ALL_FP32_RELEASE = "release, all fp32"
 EARLY = "BACKWARD_PRE, the default (by the branch)"
+PROMOTED, SERIES = "2.15.0, gradients promoted", "2.15.0, the series"
 
 
-def groups_of(*, quick: bool = False, **extra: Any) -> Iterator[Group]:
+def groups_of(
+    sides: Collection[str], *, quick: bool = False, **extra: Any
+) -> Iterator[Group]:
     """
     Yields each block as it is, with BACKWARD_POST, without copies, and with
     ``grad_comm_dtype``, and what it is compared with. ``quick``: one block of them.
@@ -64,13 +67,13 @@ def groups_of(*, quick: bool = False, **extra: Any) -> Iterator[Group]:
     for block in [QUICK_BLOCK] if quick else _models.BLOCKS:
         is_uniform = block == _models.UNIFORM_BLOCK
         release = RELEASE if is_uniform else PER_DTYPE_RELEASE
-        promoted = (f"{PROMOTED} (by the branch)", BRANCH, PROMOTED)
+        promoted = (PROMOTED, PROMOTED, AS_IT_IS)
         ways = {
             "": [
                 (release, RELEASE, PER_DTYPE),
                 (BRANCH, BRANCH, AS_IT_IS),
                 (ALL_FP32_RELEASE, RELEASE, _models.ALL_FP32),
-                *([] if is_uniform else [promoted]),
+                *([] if is_uniform or PROMOTED not in sides else [promoted]),
             ],
             LATE: [
                 (release, RELEASE, PER_DTYPE),
@@ -112,7 +115,7 @@ def rows_of(
 
 def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]:
     """Compares the time of a step."""
-    groups = [*groups_of(quick=quick, steps=3 if quick else 5)]
+    groups = [*groups_of(sides, quick=quick, steps=3 if quick else 5)]
     groups = groups[:1] if quick else groups
     samples = alternate(
         __name__,

@@ -42,6 +42,7 @@ COPIES = {
     "_chunk_cat": ("reduce copy-in", 2.9e6),
 }
 COPY_RATE, MIN_COPY_NBYTES = 3.2e6, 1e6
+CAST_RATE = 2.0e6  # of `_chunk_cat` that casts
 COMPUTE = "compute"
 DIRECT = "set_coalesced_collectives"
 
@@ -152,11 +153,20 @@ def counting(function: Callable, spend: Callable[..., None]) -> Callable:
             spend(*args, **kwargs)
         return result
 
+    # Of an operator, which is asked for it where tensors are fake
+    call.default = getattr(function, "default", None)  # type: ignore[attr-defined]
     return call
 
 
 def spend_copy(what: str, rate: float, tensors: Any, *args: Any, **kwargs: Any) -> None:
     Handle.spend(what, LAUNCH + 2 * scaled_nbytes(tensors) / rate)
+
+
+def spend_mixed_copy(tensors: list[Tensor], *args: Any, out: Tensor, **kw: Any) -> None:
+    what, rate = COPIES["_chunk_cat"]
+    nbytes = scaled_nbytes(tensors) + scaled_nbytes(out)
+    is_cast = any(tensor.dtype != out.dtype for tensor in tensors)
+    Handle.spend(what, LAUNCH + nbytes / (CAST_RATE if is_cast else rate))
 
 
 def spend_plain_copy(target: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -176,8 +186,7 @@ def simulated() -> Iterator[None]:
 
         for name, how in COPIES.items():
             count(torch, name, functools.partial(spend_copy, *how))
-        mixed = functools.partial(spend_copy, *COPIES["_chunk_cat"])
-        count(torch.ops.fsdp, "chunk_cat_mixed_dtype", mixed)
+        count(torch.ops.fsdp, "chunk_cat_mixed_dtype", spend_mixed_copy)
         count(Tensor, "copy_", spend_plain_copy)
         stack.enter_context(seen_by(spend_collective))
         yield
@@ -256,8 +265,7 @@ def shard(model: nn.Sequential, case: str, *, per_dtype: bool) -> None:
     make_unit(model, mesh=mesh)
 
 
-def measure(*, device: str, case: str, per_dtype: bool, coalesced: bool) -> dict:
-    """Returns the simulated milliseconds of a step, and when each stream did what."""
+def use_simulated_streams() -> None:
     if not hasattr(device_mesh._get_device_handle, "is_simulated"):
         if "torch.distributed.fsdp._fully_shard" in sys.modules:
             raise RuntimeError("FSDP has been imported, with other streams")
@@ -267,6 +275,11 @@ def measure(*, device: str, case: str, per_dtype: bool, coalesced: bool) -> dict
 
         get_handle.is_simulated = True  # type: ignore[attr-defined]
         device_mesh._get_device_handle = get_handle  # type: ignore[assignment]
+
+
+def measure(*, device: str, case: str, per_dtype: bool, coalesced: bool) -> dict:
+    """Returns the simulated milliseconds of a step, and when each stream did what."""
+    use_simulated_streams()
     import torch.distributed.fsdp as fsdp
 
     if hasattr(fsdp, "layout_summary"):  # the branch

@@ -7,6 +7,7 @@ table is printed; it and all values as JSON go to build/bench/ after each part, 
 build/bench/partial/ if it was not the whole run. A round measures one side after the other
 and gives one ratio; the table shows the median ratio and quartiles. Bytes, collectives and
 memory are counted and the same in every run. *At most* is the ratio that the branch aims at.
+*Gradients promoted* is 2.15.0 without its assertion: the first commit of the series.
 
 - **host**: processor time of a step's forward and backward per unit, of 8 units whose
   parameters have 128 elements each, less that of the same model without `fully_shard`. The
@@ -14,11 +15,13 @@ memory are counted and the same in every run. *At most* is the ratio that the br
 - **bytes**: sizes of the collectives of one step, over 8 ranks, of three blocks that are
   resharded after forward.
 - **step**: wall-clock time of a training step of four gloo processes that share the cores.
-  *Gradients promoted* is the branch with `reduce_dtype=torch.float32`.
 - **memory**: the peak that `FSDPMemTracker` counts on one of 8 ranks in one step, without an
   optimizer.
 - **timeline**: simulated milliseconds of a step on a device, and a picture of its streams,
   build/bench/timeline.svg. Only if it is named, as the next.
+- **promotion**: over 2.15.0, simulated milliseconds of a step, what it sends, and the error
+  of its sums, beside one reduction in the promoted dtype.
+- **experts**: what copies of matrices sharded on dim 1 take: bytes, kernels, time, memory.
 - **network**: the time of a step on a device whose collectives take as long as over a link of
   200 or 40 GB/s.
 """
@@ -44,10 +47,13 @@ sys.path += [str(TESTS), str(ROOT)]
 try:
     from _ratios import Row, stop, table
     from _sides import find_release, Side, SideError, TREE_ROOT
+    from _step_time import PROMOTED, SERIES
 
     from fsdp_helpers.clients.half_products import slow_dtypes
 
     import torch
+    from tools.releases import NEWEST
+    from tools.series import lay_first
 except ImportError as missing:
     sys.exit(f"error: {missing}: run `make setup` first, or `make bench`")
 
@@ -66,6 +72,8 @@ MORE = {
     "late": ("_late_kernels", "run"),
     "network": ("_network", "run"),
     "timeline": ("_timeline", "run"),
+    "promotion": ("_promotion", "run"),
+    "experts": ("_experts", "run"),
     "alignment": ("_device", "run_alignment"),
     "sanitizer": ("_device", "run_sanitizer"),
 }
@@ -106,6 +114,11 @@ def make_sides(part: str, args: argparse.Namespace) -> dict[str, Side]:
         backend = "nccl" if devices else "gloo"
         options |= {"backend": backend, "world_size": ranks}
     roots = {"release": args.release, "branch": TREE_ROOT}
+    promotes = part in ("bytes", "step", "memory", "network", "promotion")
+    if promotes and torch.__version__.startswith(NEWEST):
+        roots[PROMOTED] = lay_first(1, OUTPUT / "promoted", args.release)
+        if part == "promotion":
+            roots[SERIES] = lay_first(9, OUTPUT / "series", args.release)
     return {name: Side(name, root, **options) for name, root in roots.items()}
 
 

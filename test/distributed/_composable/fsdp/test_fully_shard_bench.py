@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.tools, pytest.mark.timeout(1200)]
 
 FOLDER = utils.REPO_ROOT / "benchmarks" / "distributed" / "fsdp"
 BLOCKS, PER_DTYPE = "Nemotron-H-like blocks", "release, one unit per dtype"
+PROMOTED = "2.15.0, gradients promoted"
 
 
 class ImportingTest(utils.DeviceFreeTest):
@@ -58,7 +59,7 @@ class TestCounts(utils.DeviceFreeTest):
             args = (
                 "--quick",
                 "--parts",
-                "bytes,memory,kernels,timeline",
+                "bytes,memory,kernels,timeline" + (",promotion" if IS_2_15 else ""),
                 "--output",
                 folder,
             )
@@ -94,6 +95,21 @@ class TestCounts(utils.DeviceFreeTest):
         late, same = self.both(f"{BLOCKS}, BACKWARD_POST", peak, PER_DTYPE)
         self.assertEqual(theirs, same)
         self.assertLess(late, ours)
+
+    @unittest.skipUnless(IS_2_15, "only 2.15.0 promotes")
+    def test_promoted_gradients_are_twice_the_bytes_of_fewer_collectives(self) -> None:
+        key = (BLOCKS, "collectives / step", PROMOTED)
+        self.assertEqual(self.both(*key), (3 * (2 + 2), 3 * (2 + 1)))
+        case = "Nemotron-H-like, small, 8 ranks"
+        self.assertEqual(self.both(case, "collectives", PROMOTED), (24, 18))
+        ours, theirs = self.both(case, "MB reduced", PROMOTED)
+        self.assertAlmostEqual(theirs / ours, 2, delta=0.01)
+        series = self.both(case, "MB reduced", "2.15.0, the series")
+        self.assertEqual(series, (ours, ours))
+        for ranks in (8, 512):
+            case = f"sum of bf16 gradients, {ranks} ranks"
+            ours, theirs = self.both(case, "% error", PROMOTED)
+            self.assertLess(theirs, ours)
 
 
 # One of two ranks ends, and the other waits for it in vain

@@ -140,8 +140,9 @@ def _check_dtypes(fsdp_param: FSDPParam, dtypes: list[torch.dtype]) -> None:
         if output.dtype != dtype:
             name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
             raise RuntimeError(
-                f"{name} was gathered in {output.dtype} before, but is now {dtype}. Cast a "
-                "model, by to() or load_state_dict(assign=True), before its first forward"
+                f"{name} was gathered in {output.dtype} before, but is now {dtype}. Cast "
+                "a model, by to() or load_state_dict(assign=True), only before its first "
+                "forward"
             )
 
 
