@@ -430,7 +430,7 @@ class TestGradDtype(FakeGroupTest):
         param = module.weight
         for copied in (copy.deepcopy(param), nn.Parameter(param.data), param.detach()):
             self.assertEqual(copied.grad_dtype, BF16)
-        self.pass_by(module, "forward")
+        self.load_move_or_run(module, "forward")
         with self.assertRaisesRegex(RuntimeError, "grad_dtype"):
             copy.deepcopy(param)
 
