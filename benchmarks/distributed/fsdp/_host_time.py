@@ -97,7 +97,7 @@ def measure(
     return {"unit_us": us / of_model["units"]}
 
 
-# What is compared #
+# Models and ways that are compared #
 
 UNIFORM, PER_DTYPE = "release, uniform fp32", "release, one unit per dtype"
 # Subject: side, precision, one unit per dtype

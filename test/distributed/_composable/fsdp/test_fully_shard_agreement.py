@@ -417,7 +417,7 @@ class TestRanksMayDiffer(AgreementTest):
 
     @parametrize("what", ["stored", "computed", "frozen"])
     def test_dtypes_that_no_collective_has_may_differ(self, what: str) -> None:
-        """Of what a policy casts, replicas compute in, and frozen parameters."""
+        """Stored dtypes that a policy casts, compute dtypes of replicas, frozen ones."""
         dtype = BF16 if self.rank == 0 else FP32
         policy = {
             "stored": MixedPrecisionPolicy(BF16, BF16),

@@ -1,7 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """
-Wrong uses: each is told by a clear error, on every rank, at the call where it can
-first be known, and training goes on after it. What is merely unusual works.
+Wrong uses: each raises a clear error on every rank, at the first call that can know
+of it, and training goes on after it. What is merely unusual works.
 """
 
 import re
@@ -59,7 +59,7 @@ class Run:
     """One rank, on which one wrong use is tried."""
 
     device: torch.device
-    # Of what can go on: how to undo what was wrong, before `reset_iter_state`
+    # Where training can go on: undoes what was wrong, before `reset_iter_state`
     root: Any = None
     undo: Callable[[], object] | None = None
     blocks: list[Any] = field(default_factory=list)
@@ -176,7 +176,7 @@ add(
 
 
 def setting(setter: str, value: Any) -> WrongUse:
-    """Of the second block, in whose unit gradients are sent in another way."""
+    """Sets it on the second block, whose unit sends gradients in another way."""
 
     def case(run: Run) -> Callable[[], object]:
         policy = MixedPrecisionPolicy(grad_comm_dtype=FP64, reduce_dtype=FP64)
@@ -219,7 +219,7 @@ for i, sizes in enumerate(((0,), (float("inf"),), ("1",))):
 
 
 def changed(change: Callable[[Run, Scaled], object]) -> WrongUse:
-    """Of a model whose second block is changed after `fully_shard`."""
+    """Changes the second block after `fully_shard`."""
 
     def case(run: Run) -> Callable[[], object]:
         model = run.model()
@@ -281,7 +281,7 @@ add(
 
 
 def hook_sets(grad: Callable[[Run, torch.Tensor], torch.Tensor]) -> WrongUse:
-    """Of a step in which a hook replaces a gradient of the second block."""
+    """Has a hook replace a gradient of the second block."""
 
     def case(run: Run) -> Callable[[], object]:
         model = run.trained(reshard_after_forward=False)
@@ -359,7 +359,7 @@ add(
 
 
 def allocating(setter: str, kind: type, n: int = 0, **other: Any) -> WrongUse:
-    """Of a step in which a custom collective allocates ``n`` more, or something else."""
+    """Has a custom collective allocate ``n`` more, or something else."""
 
     class Custom(kind):  # type: ignore[misc, valid-type]
         def allocate(self, size: Any, *, dtype: Any, device: Any) -> Any:
@@ -391,7 +391,7 @@ def extension(
     pre: Callable[[torch.Tensor], Any] = lambda whole: ((whole,), None),
     post: Callable[[torch.Tensor], Any] = lambda values: (values, (values,)),
 ) -> WrongUse:
-    """Of a first step with a tensor whose extension returns something else."""
+    """Has the extension of a tensor return something else in the first step."""
 
     class Wrong(Extended):
         def fsdp_pre_all_gather(self, mesh: Any) -> Any:
@@ -469,7 +469,7 @@ class TestBadInput(FSDPProcessTest):
             run.root.zero_grad()
         self.check_step(run, run.root)
 
-    # What is unusual and right: the gradients are so to the last bit #
+    # Unusual uses whose gradients are right to the last bit #
 
     @parametrize(
         "factor",

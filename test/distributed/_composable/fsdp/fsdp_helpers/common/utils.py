@@ -333,7 +333,7 @@ class ParametrizedTest(TestCase):
     def assert_same(
         self, actual: torch.Tensor, expected: Any, what: Any = None
     ) -> None:
-        """Of one dtype and to the bit, of NaNs and zeros as well."""
+        """Checks dtypes and all bits, those of NaNs and zeros as well."""
         TestCase.assertEqual(self, actual, expected, what, rtol=0, atol=0)
         TestCase.assertEqual(self, as_bytes(actual), as_bytes(expected), what)
 
