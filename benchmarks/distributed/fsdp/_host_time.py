@@ -19,8 +19,11 @@ import cProfile
 import gc
 import io
 import pstats
+import sys
 import time
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
+from types import FrameType
 from typing import Any
 
 from _models import PRECISIONS, scales_block, SHAPE, shard_scales
@@ -78,13 +81,54 @@ def fastest_step(model: nn.Module, device: str, seconds: float) -> float:
     return min(steps)
 
 
+def count_calls(
+    precision: str, units: int, params: int, per_dtype: bool, device: str
+) -> dict[str, float]:
+    """
+    Returns how many Python functions are called, for each parameter, by what is done once:
+    ``fully_shard``, the first forward, ``state_dict`` and ``load_state_dict``.
+    """
+    dtypes, policy = PRECISIONS[precision]
+    x = torch.ones(SHAPE, device=device, requires_grad=True)
+    counts: dict[str, float] = {}
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        counts[step] += (event == "call") / (units * params)
+
+    for observer in (None, note):  # before it counts, torch is initialized lazily
+        blocks = [scales_block(params, dtypes) for _ in range(units)]
+        model = nn.Sequential(*blocks).to(device)
+        saved: dict[str, Any] = {}
+        shard = partial(shard_scales, per_dtype=per_dtype, policy=policy, device=device)
+        steps: dict[str, Callable[[], object]] = {
+            "fully_shard": partial(shard, model),
+            "first forward": partial(model, x),
+            "state_dict": partial(model.state_dict, destination=saved),
+            "load_state_dict": partial(model.load_state_dict, saved),
+        }
+        for step, run_step in steps.items():
+            counts[step] = 0.0
+            gc.collect()  # not while calls are counted
+            sys.setprofile(observer)
+            run_step()
+            sys.setprofile(None)
+    return counts
+
+
 def measure(
-    *, device: str, seconds: float, profile: bool = False, **of_model: Any
+    *,
+    device: str,
+    seconds: float = 0.0,
+    profile: bool = False,
+    once: bool = False,
+    **of_model: Any,
 ) -> dict[str, Any]:
     """
-    Returns host time per unit, in microseconds, or the functions that
-    take most of it. See [Note: What host time is].
+    Returns host time per unit, in microseconds, the functions that take most of it, or
+    the calls of what is done once. See [Note: What host time is].
     """
+    if once:
+        return count_calls(device=device, **of_model)
     sharded, plain = build(device=device, **of_model)
     if profile:
         profiler, printed = cProfile.Profile(), io.StringIO()
@@ -118,6 +162,10 @@ COMPARISONS = (
     ("branch, mixed", PER_DTYPE, 0.40),
 )
 UNITS, PARAMS = 8, (4, 16, 64)
+# What is done once: units and their parameters, and at most so many of the release's calls
+ONCE = ((8, 16), (10, 400))
+ONCE_AT_MOST = {"fully_shard": None, "first forward": 1.0}
+ONCE_AT_MOST |= {"state_dict": 1.0, "load_state_dict": 1.0}
 
 
 def group_of(units: int, params: int, seconds: float) -> Group:
@@ -140,7 +188,7 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]
         rounds=rounds or (2 if quick else 12),
         launches=1 if quick else 3,
     )
-    rows = []
+    rows = run_once(sides)
     for branch, versus, bar in COMPARISONS:
         compared = [
             Comparison(group.name, branch, versus, bar if count == 16 else None)
@@ -148,6 +196,20 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]
         ]
         quantity = f"us / unit and step, {branch.partition(', ')[2]}"
         rows += samples.rows("host", quantity, "unit_us", compared)
+    return rows
+
+
+def run_once(sides: dict[str, Side]) -> list[Row]:
+    """Compares what is done once, for few parameters a unit and for many."""
+    groups = [group_of(units, params, 0.0) for units, params in ONCE]
+    for subject in (subject for group in groups for subject in group.subjects):
+        subject.request["once"] = True
+    samples, rows = alternate(__name__, sides, groups), []
+    for branch, versus, _ in COMPARISONS[:2]:
+        for step, bar in ONCE_AT_MOST.items():
+            compared = [Comparison(group.name, branch, versus, bar) for group in groups]
+            quantity = f"calls / parameter, {step}, {branch.partition(', ')[2]}"
+            rows += samples.rows("host", quantity, step, compared)
     return rows
 
 
