@@ -21,9 +21,9 @@ SOURCES = DOCS.parent / "torch/distributed/fsdp/_fully_shard"
 
 
 def imports_of(file: Path) -> set[str]:
-    """Returns which files beside it a file imports from, for types as well."""
+    """Returns which files beside it a file imports from, but for types, when it runs."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.ImportFrom):
             names |= {node.module or ""} | {alias.name for alias in node.names}
         elif isinstance(node, ast.Import):
