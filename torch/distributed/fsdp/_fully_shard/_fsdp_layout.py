@@ -228,12 +228,14 @@ class ReduceBucket:
     def __post_init__(self) -> None:
         self.dtype, self.comm_dtype = self.key
         self.wire_dtype = self.comm_dtype or self.dtype  # of the reduction's input
+        # Buckets are sorted by it. A tree sums those with a comm dtype
+        self.all_reduce_key = self.dtype, self.comm_dtype is None
         self.params = [slot.param for slot in self.slots]
         self.has_direct = any(slot.is_direct for slot in self.slots)
         self.has_pieces = any(slot.shard_dim and slot.num_pieces for slot in self.slots)
-        # What a reduction has found out last, and what that depends on
-        self.copy_in: tuple[Any, Any] | None = None
-        self.factors: tuple[Any, Any] | None = None
+        # Of the last reduction: its plan and factors, each after all that it depends on
+        self.copy_in: tuple[Any, Any] = None, None
+        self.factors: tuple[Any, Any] = None, None
         # Where the slots start in a row, and where the row ends
         self.starts = [*accumulate((s.shard_numel for s in self.slots), initial=0)]
         self.shard_numel = self.starts[-1]

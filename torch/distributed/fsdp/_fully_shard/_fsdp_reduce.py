@@ -32,7 +32,7 @@ reduction's input over a single rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, cast, NamedTuple, TYPE_CHECKING, TypeAlias
@@ -128,10 +128,6 @@ class Reduction(NamedTuple):
         return self.all_reduce_group is not None and not self.all_reduce_grads
 
     @property
-    def all_reduces(self) -> bool:
-        return self.all_reduce_group is not None and self.all_reduce_grads
-
-    @property
     def continues(self) -> bool:
         """Whether an all-reduce or a hook follows the sum over the shard group."""
         return self.all_reduce_group is not None or self.all_reduce_hook is not None
@@ -167,7 +163,8 @@ class BucketGrads:
     partial_reduce_output: Tensor | None = None
     way: Any = None  # to send the bucket: `Packed`, ...
     inputs: list[Tensor] = field(default_factory=list)  # of the collective
-    is_viewed: bool = False  # whether sharded gradients are views of the reduced buffer
+    consumer_stream: torch.Stream | None = None  # reads the sharded gradients
+    is_viewed: bool = False  # whether these are views of the reduced buffer
 
     @property
     def partial_dtype(self) -> torch.dtype:
@@ -188,31 +185,34 @@ def reduce_buckets(
     compute_stream, stream = handle.current_stream(), reduction.reduce_scatter_stream
     exchanged: list[BucketGrads] = []
     results: list[ReduceResult] = []
-    batch, has_grad = parts, torch.is_grad_enabled()  # an error gets a note about these
+    # An error gets a note about `batch`
+    batch, layout, has_grad = parts, None, torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)
     try:
         for part in parts:
-            part.way = _choose_way(reduction, part.bucket)
-            if type(part.way) is Exchanged:
+            way = _choose_way(reduction, part.bucket)
+            part.way, part.consumer_stream = way, compute_stream
+            if type(way) is Exchanged:
                 exchanged.append(part)
             else:
                 batch = [part]
-                part.way.copy_in(reduction, part)
+                way.copy_in(reduction, part)
         if exchanged:
             batch = exchanged
-            _copy_in_all_to_all(reduction, exchanged)
+            layout = _copy_in_all_to_all(reduction, exchanged)
         stream.wait_stream(compute_stream)
         with handle.stream(stream):
-            if exchanged:
-                _all_to_all(reduction, exchanged)
+            if layout is not None:
+                _all_to_all(reduction, exchanged, layout)
             batches = [[part] for part in parts]
-            if len(parts) > 1 and reduction.all_reduces:
-                # By dtype, and by whether a tree sums them: buckets are sorted so
-                keys = [(p.bucket.dtype, p.bucket.comm_dtype is None) for p in parts]
-                grouped = groupby(zip(keys, parts), lambda pair: pair[0])
-                batches = [[part for _, part in pairs] for _, pairs in grouped]
+            joins = (
+                reduction.all_reduce_grads and reduction.all_reduce_group is not None
+            )
+            if joins and len(parts) > 1:
+                grouped = groupby(parts, lambda part: part.bucket.all_reduce_key)
+                batches = [[*batch] for _, batch in grouped]
             for batch in batches:
-                results += _reduce_batch(reduction, batch, compute_stream)
+                results += _reduce_batch(reduction, batch)
     except Exception as error:
         note_reduction(error, batch)
         raise
@@ -336,29 +336,30 @@ class Exchanged:
 # Phase 1: copy-in #
 
 
-def _copy_in_all_to_all(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
+def _copy_in_all_to_all(
+    reduction: Reduction, parts: Sequence[BucketGrads]
+) -> GatherLayout:
     """
     Copies the gradients of buckets into one buffer to send, and drops them. One kernel
     copies all, viewed in the narrowest dtype, unless a gradient must be cast or
-    cannot be chunked: then each bucket is copied by itself.
+    cannot be chunked: then each bucket is copied by itself. Returns the layout of each
+    rank's rows: a region for each dtype, as in a gather.
     """
-    layout, world_size = _all_to_all_layout(parts), reduction.shard_world_size
+    sizes = [(part.bucket.wire_dtype, part.bucket.shard_numel) for part in parts]
+    layout: GatherLayout = layouts.plan_all_to_all(*zip(*sizes))
+    world_size = reduction.shard_world_size
     buffer = reduction.allocate(world_size * layout.segment_numel, layout.buffer_dtype)
-    dtype, tensors, can_chunk = layout.regions[-1].dtype, [], True
-    for i, numel in layout.slots:
-        if i is None:
-            padding_numel = numel * layout.buffer_dtype.itemsize // dtype.itemsize
-            # The kernel pads it to one row for each rank
-            tensors.append(buffer.new_zeros(1, padding_numel, dtype=dtype))
-            continue
-        bucket, grads = parts[i].bucket, parts[i].unsharded_grads
-        if bucket.has_pieces:
-            bucket, grads = _in_pieces(bucket, grads)
-        can_chunk &= {*_dense_dtypes(bucket, grads)} == {bucket.wire_dtype}
-        if can_chunk:
-            is_wider = bucket.wire_dtype != dtype  # a view lengthens the last dim
-            tensors += [g.unsqueeze(-1).view(dtype) if is_wider else g for g in grads]
-    if can_chunk:
+    chunks = [_as_chunks(part.bucket, part.unsharded_grads) for part in parts]
+    if all({*dtypes} == {bucket.wire_dtype} for bucket, _, dtypes in chunks):
+        dtype, tensors = layout.regions[-1].dtype, []
+        for i, numel in layout.slots:
+            if i is None:  # the kernel pads it to one row for each rank
+                numel = numel * layout.buffer_dtype.itemsize // dtype.itemsize
+                tensors.append(buffer.new_zeros(1, numel, dtype=dtype))
+            elif chunks[i][0].wire_dtype == dtype:
+                tensors += chunks[i][1]
+            else:  # a view lengthens the last dim
+                tensors += [g.unsqueeze(-1).view(dtype) for g in chunks[i][1]]
         foreach_reduce_scatter_copy_in(tensors, buffer.view(dtype), world_size)
     else:
         columns = _view_columns(buffer, layout, world_size)
@@ -367,6 +368,7 @@ def _copy_in_all_to_all(reduction: Reduction, parts: Sequence[BucketGrads]) -> N
     for part in parts:
         part.inputs = [buffer]
         part.unsharded_grads.clear()
+    return layout
 
 
 def _view_columns(
@@ -380,10 +382,25 @@ def _view_columns(
     return [columns[i] for i in sorted(columns)]
 
 
+def _as_chunks(
+    bucket: ReduceBucket, grads: list[Tensor]
+) -> tuple[ReduceBucket, list[Tensor], list[torch.dtype | None]]:
+    """
+    Returns bucket and gradients, by pieces unless any gradient must be reordered, and
+    the gradients' dtypes, None for those that the kernel cannot chunk.
+    """
+    if bucket.has_pieces:
+        bucket, grads = _in_pieces(bucket, grads)
+    dtypes = [
+        grad.dtype if slot.shard_dim == 0 and grad.is_contiguous() else None
+        for slot, grad in zip(bucket.slots, grads)
+    ]
+    return bucket, grads, dtypes
+
+
 def _in_pieces(
     bucket: ReduceBucket, grads: list[Tensor]
 ) -> tuple[ReduceBucket, list[Tensor]]:
-    """Returns bucket and gradients by pieces, unless any gradient must be reordered."""
     pieces: list[Tensor] = []
     for slot, grad in zip(bucket.slots, grads):
         if not (slot.shard_dim and slot.num_pieces):
@@ -395,32 +412,15 @@ def _in_pieces(
     return bucket.in_pieces, pieces
 
 
-def _dense_dtypes(
-    bucket: ReduceBucket, grads: Sequence[Tensor]
-) -> list[torch.dtype | None]:
-    """Returns the gradients' dtypes, None for those that the kernel cannot chunk."""
-    return [
-        grad.dtype if slot.shard_dim == 0 and grad.is_contiguous() else None
-        for slot, grad in zip(bucket.slots, grads)
-    ]
-
-
-# What the operator of 2.15, which observed steps call in place of `torch._chunk_cat`,
-# also casts on CUDA
-_MIXED_ON_CUDA = {torch.bfloat16, torch.float32}
 # Gradients are copied together through a temporary up to this many elements: to copy them
 # once more takes a GPU no longer than a kernel launch
 _MAX_RUN_NUMEL = 2**20
 
 
-def _kernel_takes(source: torch.dtype | None, target: torch.dtype) -> bool:
-    """Whether ``_chunk_cat`` takes this pair in one kernel on CUDA."""
-    return source == target or (source, target) == (torch.bfloat16, torch.float32)
-
-
 class CopyInPlan(NamedTuple):
     """How gradients of certain dtypes and strides are copied in."""
 
+    dtypes: Sequence[torch.dtype | None]  # see `_as_chunks`
     by_operator: bool  # or by the fused kernel, which one call copies those not apart
     # Copied apart, each with the length of the slice that stands in for it, and the
     # gradient that has these slices, None if all are copied apart
@@ -433,12 +433,10 @@ def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> No
     Copies gradients of any dtypes to their columns of the ranks' ``rows``, as the last
     ones of the same dtypes and strides.
     """
-    if bucket.has_pieces:
-        bucket, grads = _in_pieces(bucket, grads)
-    dtypes, device = _dense_dtypes(bucket, grads), rows.device
-    is_dense, is_observed = rows.is_contiguous(), gets_operators(device)
-    facts = dtypes, rows.dtype, device, rows.size(0), is_dense, is_observed
-    if bucket.copy_in is None or bucket.copy_in[0] != facts:
+    bucket, grads, dtypes = _as_chunks(bucket, grads)
+    is_dense, is_observed = rows.is_contiguous(), gets_operators(rows.device)
+    facts = dtypes, rows.dtype, rows.device, rows.size(0), is_dense, is_observed
+    if bucket.copy_in[0] != facts:
         bucket.copy_in = facts, _plan_copy_in(bucket, grads, facts)
     plan: CopyInPlan = bucket.copy_in[1]
     if not plan.apart:
@@ -449,7 +447,7 @@ def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> No
         for i, numel in plan.apart.items():
             placed[i] = flat[:numel]
         _chunk_cat(placed, rows, plan.by_operator)
-    _copy_in_apart(bucket, grads, dtypes, rows, plan.apart)
+    _copy_in_apart(bucket, grads, rows, plan)
 
 
 def _plan_copy_in(bucket: ReduceBucket, grads: list[Tensor], facts: Any) -> CopyInPlan:
@@ -465,22 +463,23 @@ def _plan_copy_in(bucket: ReduceBucket, grads: list[Tensor], facts: Any) -> Copy
     together on CUDA.) To parts of longer rows, not dense, each is copied apart.
     """
     dtypes, target, device, world_size, is_dense, is_observed = facts
+    bf16, fp32 = torch.bfloat16, torch.float32
+    taken = {target, bf16} if target is fp32 else {target}
     # A uniform unit uses the release's memory and launches
     is_uniform = not bucket.is_mixed and bucket.comm_dtype is None
-    has_one_dtype = dtypes[0] is not None and len({*dtypes}) == 1
     # Observed steps call the operator, even on its slow path
-    use_kernel = has_one_dtype and (
-        is_uniform or _kernel_takes(dtypes[0], target) or is_observed
+    use_kernel = (dtypes[0] is not None and len({*dtypes}) == 1) and (
+        is_uniform or dtypes[0] in taken or is_observed
     )
     # As the release does in uniform units. On CUDA it also saves a temporary
     can_cast = RELEASE.chunk_cat != "chunk_cat"
     use_mixed_operator = (not use_kernel and can_cast) and (
         (is_uniform and None not in dtypes)
-        or (device.type == "cuda" and {*dtypes, target} <= _MIXED_ON_CUDA)
+        or (device.type == "cuda" and {*dtypes, target} <= {bf16, fp32})
     )
     if is_dense and (use_kernel or use_mixed_operator):
-        return CopyInPlan(is_observed or not use_kernel, {})
-    fits = [i for i, d in enumerate(dtypes) if is_dense and _kernel_takes(d, target)]
+        return CopyInPlan(dtypes, is_observed or not use_kernel, {})
+    fits = [i for i, dtype in enumerate(dtypes) if is_dense and dtype in taken]
     largest = max(fits, key=lambda i: grads[i].numel(), default=None)
     # Lengths of stand-in slices: the least n for which the kernel's chunks, of
     # ceil(n / world_size) elements, fill the columns
@@ -490,25 +489,21 @@ def _plan_copy_in(bucket: ReduceBucket, grads: list[Tensor], facts: Any) -> Copy
         if largest is None or dtype != dtypes[largest]
     }
     if largest is None or max(apart.values()) > grads[largest].numel():
-        return CopyInPlan(is_observed, dict.fromkeys(range(len(grads)), 0))
-    return CopyInPlan(is_observed, apart, largest)
+        largest, apart = None, dict.fromkeys(range(len(grads)), 0)
+    return CopyInPlan(dtypes, is_observed, apart, largest)
 
 
 def _copy_in_apart(
-    bucket: ReduceBucket,
-    grads: list[Tensor],
-    dtypes: Sequence[torch.dtype | None],
-    rows: Tensor,
-    indices: Iterable[int],
+    bucket: ReduceBucket, grads: list[Tensor], rows: Tensor, plan: CopyInPlan
 ) -> None:
     """
     Copies some gradients to their columns: adjacent dense ones of one dtype are fused
     to a temporary, and cast from there by one copy, up to ``_MAX_RUN_NUMEL`` at once.
     """
-    world_size, starts = rows.size(0), bucket.starts
+    world_size, starts, dtypes = rows.size(0), bucket.starts, plan.dtypes
     runs: list[list[int]] = []
     run_numel = 0
-    for i in indices:
+    for i in plan.apart:
         run_numel += grads[i].numel()
         is_next = runs and runs[-1][-1] == i - 1 and dtypes[i] == dtypes[i - 1]
         if not is_next or dtypes[i] is None or run_numel > _MAX_RUN_NUMEL:
@@ -524,7 +519,7 @@ def _copy_in_apart(
         else:
             temporary = grads[first].new_empty(columns.size())
             run_grads = [grads[i].contiguous() for i in run]
-            _chunk_cat(run_grads, temporary, gets_operators(rows.device))
+            _chunk_cat(run_grads, temporary, plan.by_operator)
             columns.copy_(temporary)
 
 
@@ -560,13 +555,9 @@ def _chunk_cat(tensors: list[Tensor], rows: Tensor, by_operator: bool) -> None:
 # Phase 2: over the shard group #
 
 
-def _all_to_all_layout(parts: Sequence[BucketGrads]) -> GatherLayout:
-    """Lays out what each rank is sent: a region for each dtype, as in a gather."""
-    sizes = [(part.bucket.wire_dtype, part.bucket.shard_numel) for part in parts]
-    return layouts.plan_all_to_all(*zip(*sizes))
-
-
-def _all_to_all(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
+def _all_to_all(
+    reduction: Reduction, parts: Sequence[BucketGrads], layout: GatherLayout
+) -> None:
     """Exchanges the gradients of all ``parts`` in one collective."""
     comm: Any = reduction.reduce_scatter_comm
     (sent,) = parts[0].inputs
@@ -574,7 +565,7 @@ def _all_to_all(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
         received = reduction.allocate(sent.numel(), sent.dtype)
     else:  # the comm may return the memory that is being sent
         received = torch.empty_like(sent)
-    group, layout = reduction.reduce_scatter_group, _all_to_all_layout(parts)
+    group = reduction.reduce_scatter_group
     comm.exchange(output_tensor=received, input_tensor=sent, group=group)
     columns = _view_columns(received, layout, reduction.shard_world_size)
     for part, rows in zip(parts, columns, strict=True):
@@ -600,19 +591,14 @@ def relayout(
 # Phase 3: over replicas, and into sharded gradients #
 
 
-def _reduce_batch(
-    reduction: Reduction, parts: Sequence[BucketGrads], consumer_stream: torch.Stream
-) -> list[ReduceResult]:
-    """
-    Reduces buckets that share an all-reduce, and so have the same factors. The sharded
-    gradients are read in ``consumer_stream``.
-    """
+def _reduce_batch(reduction: Reduction, parts: list[BucketGrads]) -> list[ReduceResult]:
+    """Reduces buckets that share an all-reduce, and so have the same factors."""
     part, stream = parts[0], reduction.reduce_scatter_stream
     bucket, scaling = part.bucket, reduction.scaling
     defers = reduction.defers_all_reduce
-    if bucket.factors is None or bucket.factors[0] != scaling:
+    if bucket.factors[0] != scaling:
         bucket.factors = scaling, get_divide_factors(bucket.key, scaling)
-    factors, shards, after = bucket.factors[1], [], None
+    factors, sums, after = bucket.factors[1], [], None
     for part in parts:
         shard, after = part.way.reduce(reduction, part, factors)
         if defers:
@@ -620,36 +606,33 @@ def _reduce_batch(
         # Now, as the all-reduce must sum the partial reduces of all replicas
         if part.partial_reduce_output is not None:
             shard += part.partial_reduce_output
-        shards.append(shard.clone() if reduction.clones_output else shard)
+        sums.append(shard.clone() if reduction.clones_output else shard)
     scattered = stream.record_event()
     if defers:  # of one bucket
         result = ReduceResult(part.inputs[0], scattered, stream, scattered)
-        return [result._replace(partial_reduce_output=shards[0])]
+        return [result._replace(partial_reduce_output=sums[0])]
     if reduction.continues:
-        args = reduction, parts, shards, factors, consumer_stream, scattered
-        return _reduce_over_replicas(*args)
+        stream = reduction.all_reduce_stream
+        reduced, done = _reduce_over_replicas(reduction, parts, sums, factors)
+        rest = scattered, stream, done, reduced, done
+        return [ReduceResult(part.inputs[0], *rest) for part in parts]
     if after is not None:
-        _div_if_needed(shards[0], after)
-    accumulate_sharded_grads(part, shards[0], stream, consumer_stream)
+        _div_if_needed(sums[0], after)
+    accumulate_sharded_grads(part, sums[0], stream)
     done = stream.record_event()
-    if shards[0] is part.inputs[0]:
-        scattered = done  # over a single rank the buffer is held as the input
+    if sums[0] is part.inputs[0]:
+        scattered = done  # over a single rank the result is the input
     return [ReduceResult(part.inputs[0], scattered, stream, done)]
 
 
 def _reduce_over_replicas(
-    reduction: Reduction,
-    parts: Sequence[BucketGrads],
-    shards: list[Tensor],
-    factors: Factors,
-    consumer_stream: torch.Stream,
-    scattered: torch.Event,
-) -> list[ReduceResult]:
-    """All-reduces the shards of buckets together, and runs the user's hook."""
-    buffer, stream, (_, after, _, op) = shards[0], reduction.all_reduce_stream, factors
-    if len(shards) > 1:
-        buffer = torch.cat(shards)
-        shards = [*buffer.split([shard.numel() for shard in shards])]
+    reduction: Reduction, parts: list[BucketGrads], sums: list[Tensor], factors: Factors
+) -> tuple[Tensor, torch.Event]:
+    """All-reduces the sums of buckets together, and runs the user's hook."""
+    buffer, stream, (_, after, _, op) = sums[0], reduction.all_reduce_stream, factors
+    if len(sums) > 1:
+        buffer = torch.cat(sums)
+        sums = [*buffer.split([shard.numel() for shard in sums])]
     needs_casts = any(part.bucket.needs_casts for part in parts)
     stream.wait_stream(reduction.reduce_scatter_stream)
     with _get_device_handle(reduction.device.type).stream(stream):
@@ -662,13 +645,9 @@ def _reduce_over_replicas(
         if (hook := reduction.all_reduce_hook) is not None:
             hook(buffer)
         _div_if_needed(buffer, after)
-        for part, shard in zip(parts, shards, strict=True):
-            accumulate_sharded_grads(part, shard, stream, consumer_stream, needs_casts)
-        done = stream.record_event()
-    return [
-        ReduceResult(part.inputs[0], scattered, stream, done, buffer, done)
-        for part in parts
-    ]
+        for part, shard in zip(parts, sums, strict=True):
+            accumulate_sharded_grads(part, shard, stream, needs_casts)
+        return buffer, stream.record_event()
 
 
 def record_grad_output_stream(buffer: Tensor, stream: torch.Stream) -> None:
@@ -679,11 +658,7 @@ def record_grad_output_stream(buffer: Tensor, stream: torch.Stream) -> None:
 
 
 def accumulate_sharded_grads(
-    part: BucketGrads,
-    shard: Tensor,
-    stream: torch.Stream,
-    consumer_stream: torch.Stream,
-    needs_casts: bool = False,
+    part: BucketGrads, shard: Tensor, stream: torch.Stream, needs_casts: bool = False
 ) -> None:
     """
     Accumulates a rank's shard of the reduced bucket in the sharded gradients: views of
@@ -695,14 +670,14 @@ def accumulate_sharded_grads(
     # A plugin's `allocate` may return another dtype
     needs_casts |= bucket.needs_casts or shard.dtype != bucket.dtype
     part.is_viewed = not needs_casts
-    record_grad_output_stream(shard, consumer_stream)
+    record_grad_output_stream(shard, part.consumer_stream)
     for dtype, indices in bucket.runs:
         flat, start = shard, starts[indices[0]]
         if len(bucket.runs) > 1:
             flat = shard[start : starts[indices[-1] + 1]]
         if needs_casts:
             flat = flat.to(dtype, copy=True)
-            record_grad_output_stream(flat, consumer_stream)
+            record_grad_output_stream(flat, part.consumer_stream)
         base = flat.storage_offset() - start
         for i in indices:
             fsdp_param = fsdp_params[i]
