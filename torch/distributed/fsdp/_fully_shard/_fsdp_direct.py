@@ -3,23 +3,22 @@ Direct parameters, which :func:`set_coalesced_collectives` gathers and reduces u
 
 [Note: Direct gathers]
 A direct parameter's shard is sent as it is, or cast, and received in the memory of its
-unsharded parameter: the all-gather outputs of all ranks lie there in order, piece by piece
-(see [Note: Pieces]). One grouped call gathers the pieces of a unit's direct parameters,
-and the buffer of all others.
+unsharded parameter, piece by piece (see [Note: Pieces]). One grouped call gathers all
+pieces, and the buffer of the unit's other parameters.
 
-The stream of the all-gather writes this memory, and so it is allocated there. At reshard
+The all-gather's stream writes this memory, and so it is allocated there. At reshard
 compute still reads it. It is freed after the next gather has been started: only then
 does the gather stream wait for compute. So the memory of two units rotates. A unit that
 is gathered before is gathered into temporaries, and copied. Outside of a step, reshard
-waits and frees at once. A context only lists what to free: contexts may be replaced.
+waits and frees at once. A context only lists memory to free: contexts may be replaced.
 
 [Note: Direct reductions]
-The gradient of a direct parameter that is sharded evenly is itself the input of its
+The gradient of a direct parameter that is sharded evenly is the input of its
 reduce-scatter, whose output is the parameter's slot in the bucket's output. One grouped
-call reduces the direct gradients of a bucket, and the rows of those that are packed
-between them. Which ones are direct follows from settings and sizes. A gradient that is
-not contiguous, or shares its memory with, say, an activation's gradient, which backward
-may overwrite, is copied: one rank alone knows that, so it must change no collective.
+call reduces these, and the rows of those that are packed between them. Which ones are
+direct follows from settings and sizes. A gradient that is not contiguous, or shares its
+memory with, say, an activation's gradient, which backward may overwrite, is copied: one
+rank alone knows that, so it must change no collective.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ def can_be_direct(
 ) -> bool:
     """
     Whether the unsharded tensor, or its gradient, has at least ``min_nbytes`` in
-    ``dtype``, and few pieces, of which each rank's shard is a slice: gradients, which
-    have no padding, must be sharded evenly.
+    ``dtype``, and few pieces. Gradients, which are not padded, must be sharded evenly.
     """
     if min_nbytes is None or not 0 < count_pieces(fsdp_param, dtype) <= _MAX_MEMBERS:
         return False
@@ -89,7 +87,7 @@ class DirectMemory:
         self.min_nbytes: int | None = None  # None: no parameter is direct
         # That of the next gather, which may not be direct
         self.gather_min_nbytes: int | None = None
-        # What a direct gather has allocated, and whose it is, by address
+        # By address: storages that a direct gather has allocated, with their parameters
         self.allocated: dict[int, tuple[torch.UntypedStorage, Any]] = {}
         self._stream: Any = None  # that it was allocated in
         # Since reshard: which stream read it last, and when

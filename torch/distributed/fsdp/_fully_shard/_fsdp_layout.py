@@ -213,7 +213,11 @@ class ReduceSlot:
     num_pieces: int = 1  # see `count_pieces`
 
     def split(self, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns the pieces of a contiguous gradient."""
+        """Returns the pieces of a gradient, none if it would have to be reordered."""
+        if not (self.shard_dim and self.num_pieces):
+            return (grad,)
+        if not grad.is_contiguous():
+            return ()
         return grad.view(self.num_pieces, *grad.size()[self.shard_dim :]).unbind()
 
 

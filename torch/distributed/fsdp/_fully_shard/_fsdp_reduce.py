@@ -1,21 +1,16 @@
 """
 How gradients are reduced, from a bucket's unsharded gradients to sharded gradients.
 
-:func:`reduce_buckets` takes buckets through three phases:
-
-1. Copy-in: gradients are cast into a bucket's input, or sent as they are if direct.
-2. Over the shard group: each bucket is reduce-scattered. Buckets with a comm dtype share
-   one all-to-all, and each rank adds the rows that it receives. A partial reduce, the
-   sum of earlier microbatches whose all-reduce was deferred, is added.
-3. Over replicas: an all-reduce. If it is deferred, the reduction stops here and returns
-   a partial reduce. Otherwise the sum is divided: the sharded gradients.
+:func:`reduce_buckets` copies gradients in, adds each bucket up over the shard group, with
+the partial reduce of earlier microbatches whose all-reduce was deferred, and adds that up
+over replicas. If this all-reduce is deferred, the sum is the next partial reduce.
 
 [Note: Lifetimes in a reduction]
-Phases 1, 2 and 3 run in the streams of compute, reduce-scatter and all-reduce. Without
+These three phases run in the streams of compute, reduce-scatter and all-reduce. Without
 an all-reduce or a hook the third runs in that of the reduce-scatter.
 
 =================  ==============  =================  ==============================
-tensor             allocated in    last used in       held by, until
+tensor             allocated in    last used in       referenced by, until
 =================  ==============  =================  ==============================
 gradients          compute         compute            ``BucketGrads``, the copy-in
 reduction's input  compute         reduce-scatter     ``ReduceScatterState``,
@@ -34,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, cast, NamedTuple, TYPE_CHECKING, TypeAlias
 
 import torch
@@ -46,6 +41,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 from . import _fsdp_layout as layouts
+from . import _fsdp_scaling as scales
 from ._fsdp_api import ReduceScatter
 from ._fsdp_comms import allocate, allocates_anew, DefaultReduceScatter
 from ._fsdp_direct import is_shared
@@ -54,15 +50,7 @@ from ._fsdp_layout import GatherLayout, ReduceBucket
 from ._fsdp_observers import gets_operators, without_grad
 from ._fsdp_param import FSDPParam
 from ._fsdp_releases import RELEASE
-from ._fsdp_scaling import (
-    _div_if_needed,
-    add_in_tree,
-    all_reduce_in_tree,
-    Factors,
-    get_divide_factors,
-    get_remaining_divisor,
-    Scaling,
-)
+from ._fsdp_scaling import _div_if_needed, Factors, Scaling
 
 
 if TYPE_CHECKING:
@@ -73,26 +61,24 @@ Sum: TypeAlias = tuple[Tensor, float | None]
 
 
 class ReduceResult(NamedTuple):
-    """What a reduction in flight uses, and the events after which it does not."""
+    """Buffers of a reduction in flight, with the events after which it is done."""
 
-    reduce_scatter_input: Tensor | None  # None if it is not held any more
+    reduce_scatter_input: Tensor | None  # 1D, None if it was freed
     reduce_scatter_event: torch.Event | None
     post_reduce_stream: torch.Stream
     post_reduce_event: torch.Event
-    # The reduced buffer, if other streams than the one that allocated it use it
+    # 1D, the reduced buffer, if a stream uses it that did not allocate it
     all_reduce_input: Tensor | None = None
     all_reduce_event: torch.Event | None = None
-    # To be added to the next microbatch's sum, if the all-reduce is deferred
-    partial_reduce_output: Tensor | None = None
+    partial_reduce_output: Tensor | None = None  # 1D, if the all-reduce is deferred
 
 
 def _default_reduce_scatter_input_fn(
     fsdp_params: list[FSDPParam], unsharded_grads: list[Tensor], world_size: int
 ) -> tuple[torch.Size, ...]:
     """
-    Replaces each gradient that is sharded on another dim than 0 by one whose chunks
-    on dim 0 are the ranks' shards. Returns the sizes of all, with dim 0 padded to a
-    multiple of ``world_size``.
+    Replaces gradients that are sharded on another dim than 0 by ones whose chunks on dim
+    0 are the ranks' shards. Returns all sizes, with dim 0 padded for even chunks.
     """
     sizes: list[torch.Size] = []
     for i, (fsdp_param, grad) in enumerate(zip(fsdp_params, unsharded_grads)):
@@ -105,7 +91,7 @@ def _default_reduce_scatter_input_fn(
 
 
 class Reduction(NamedTuple):
-    """What all buckets of a unit are reduced with."""
+    """The groups, streams and settings that all buckets of a unit are reduced with."""
 
     reduce_scatter_group: dist.ProcessGroup | None
     reduce_scatter_stream: torch.Stream
@@ -118,10 +104,8 @@ class Reduction(NamedTuple):
     force_sum_reduction_for_comms: bool
     device: torch.device
     plugins: CopyInPlugins | None = None  # if they have replaced the copy-in
-    # The comm may allocate the output's memory again while it is still needed
-    clones_output: bool = False
-    # Another input would use the memory of the one in use, or more of the pool
-    holds_one_input: bool = False
+    clones_output: bool = False  # as the comm may reuse its memory too early
+    holds_one_input: bool = False  # as another may use its memory, or more of a pool
 
     @property
     def defers_all_reduce(self) -> bool:
@@ -177,10 +161,7 @@ class BucketGrads:
 def reduce_buckets(
     reduction: Reduction, parts: Sequence[BucketGrads]
 ) -> list[ReduceResult]:
-    """
-    Reduces buckets, as a rule those of one post-backward. All copy-ins come first, so
-    that the streams meet once: the first collective waits for the last copy-in.
-    """
+    """Reduces buckets. All copy-ins come first, so that streams wait only once."""
     handle = _get_device_handle(reduction.device.type)
     compute_stream, stream = handle.current_stream(), reduction.reduce_scatter_stream
     exchanged: list[BucketGrads] = []
@@ -190,13 +171,17 @@ def reduce_buckets(
     torch._C._set_grad_enabled(False)
     try:
         for part in parts:
-            way = _choose_way(reduction, part.bucket)
-            part.way, part.consumer_stream = way, compute_stream
-            if type(way) is Exchanged:
+            part.consumer_stream = compute_stream
+            if part.bucket.comm_dtype is not None and reduction.shard_world_size > 1:
+                part.way = Exchanged()
                 exchanged.append(part)
-            else:
-                batch = [part]
-                way.copy_in(reduction, part)
+                continue
+            batch, part.way = [part], Packed()
+            if reduction.shard_world_size == 1:
+                part.way = SingleRank()
+            elif part.bucket.has_direct and reduction.is_default:
+                part.way = Grouped()
+            part.way.copy_in(reduction, part)
         if exchanged:
             batch = exchanged
             layout = _copy_in_all_to_all(reduction, exchanged)
@@ -205,10 +190,8 @@ def reduce_buckets(
             if layout is not None:
                 _all_to_all(reduction, exchanged, layout)
             batches = [[part] for part in parts]
-            joins = (
-                reduction.all_reduce_grads and reduction.all_reduce_group is not None
-            )
-            if joins and len(parts) > 1:
+            group = reduction.all_reduce_group if reduction.all_reduce_grads else None
+            if group is not None and len(parts) > 1:
                 grouped = groupby(parts, lambda part: part.bucket.all_reduce_key)
                 batches = [[*batch] for _, batch in grouped]
             for batch in batches:
@@ -224,20 +207,10 @@ def reduce_buckets(
 # Ways to send #
 
 
-def _choose_way(reduction: Reduction, bucket: ReduceBucket) -> Any:
-    """Returns how a bucket is sent, as settings, plugins and the group have it now."""
-    if reduction.shard_world_size == 1:
-        return SingleRank()
-    if bucket.comm_dtype is not None:
-        return Exchanged()
-    return Grouped() if bucket.has_direct and reduction.is_default else Packed()
-
-
 class Packed:
     """One buffer, with a row for each rank, and one reduce-scatter."""
 
     def copy_in(self, reduction: Reduction, part: BucketGrads) -> None:
-        """Copies a bucket's gradients into the reduction's input, and drops them."""
         bucket, grads = part.bucket, part.unsharded_grads
         world_size = reduction.shard_world_size
         buffer = reduction.allocate(world_size * bucket.shard_numel, bucket.wire_dtype)
@@ -316,19 +289,16 @@ class Grouped:
 
 
 class Exchanged:
-    """
-    One all-to-all for all buckets with a comm dtype, whose rows each rank adds in a
-    fixed order, see [Note: One tree for every mesh].
-    """
+    """One all-to-all for several buckets, added by [Note: One tree for every mesh]."""
 
-    received: Tensor  # this rank's shards of all ranks' gradients
+    received: Tensor  # [ranks, shard_numel]
 
     def reduce(self, reduction: Reduction, part: BucketGrads, factors: Factors) -> Sum:
         before, after, *_ = factors
         _div_if_needed(self.received, before)
         output = reduction.allocate(part.bucket.shard_numel, part.bucket.dtype)
         is_last = not reduction.continues and part.partial_reduce_output is None
-        add_in_tree(self.received, output, after if is_last else None)
+        scales.add_in_tree(self.received, output, after if is_last else None)
         del self.received
         return output, None if is_last else after
 
@@ -340,10 +310,9 @@ def _copy_in_all_to_all(
     reduction: Reduction, parts: Sequence[BucketGrads]
 ) -> GatherLayout:
     """
-    Copies the gradients of buckets into one buffer to send, and drops them. One kernel
-    copies all, viewed in the narrowest dtype, unless a gradient must be cast or
-    cannot be chunked: then each bucket is copied by itself. Returns the layout of each
-    rank's rows: a region for each dtype, as in a gather.
+    Copies gradients into one buffer to send, and returns its layout: a region for each
+    dtype, as in a gather. One kernel copies all, viewed in the narrowest dtype, unless one
+    must be cast or cannot be chunked: then each bucket is copied by itself.
     """
     sizes = [(part.bucket.wire_dtype, part.bucket.shard_numel) for part in parts]
     layout: GatherLayout = layouts.plan_all_to_all(*zip(*sizes))
@@ -386,30 +355,18 @@ def _as_chunks(
     bucket: ReduceBucket, grads: list[Tensor]
 ) -> tuple[ReduceBucket, list[Tensor], list[torch.dtype | None]]:
     """
-    Returns bucket and gradients, by pieces unless any gradient must be reordered, and
-    the gradients' dtypes, None for those that the kernel cannot chunk.
+    Returns bucket and gradients, by pieces unless one must be reordered, and the
+    gradients' dtypes, None for those that the kernel cannot chunk.
     """
     if bucket.has_pieces:
-        bucket, grads = _in_pieces(bucket, grads)
+        pieces = [slot.split(grad) for slot, grad in zip(bucket.slots, grads)]
+        if all(pieces):
+            bucket, grads = bucket.in_pieces, [*chain(*pieces)]
     dtypes = [
         grad.dtype if slot.shard_dim == 0 and grad.is_contiguous() else None
         for slot, grad in zip(bucket.slots, grads)
     ]
     return bucket, grads, dtypes
-
-
-def _in_pieces(
-    bucket: ReduceBucket, grads: list[Tensor]
-) -> tuple[ReduceBucket, list[Tensor]]:
-    pieces: list[Tensor] = []
-    for slot, grad in zip(bucket.slots, grads):
-        if not (slot.shard_dim and slot.num_pieces):
-            pieces.append(grad)
-        elif grad.is_contiguous():
-            pieces += slot.split(grad)
-        else:
-            return bucket, grads
-    return bucket.in_pieces, pieces
 
 
 # Gradients are copied together through a temporary up to this many elements: to copy them
@@ -429,10 +386,7 @@ class CopyInPlan(NamedTuple):
 
 
 def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> None:
-    """
-    Copies gradients of any dtypes to their columns of the ranks' ``rows``, as the last
-    ones of the same dtypes and strides.
-    """
+    """Copies gradients of any dtypes to their columns of the ranks' ``rows``."""
     bucket, grads, dtypes = _as_chunks(bucket, grads)
     is_dense, is_observed = rows.is_contiguous(), gets_operators(rows.device)
     facts = dtypes, rows.dtype, rows.device, rows.size(0), is_dense, is_observed
@@ -452,24 +406,22 @@ def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> No
 
 def _plan_copy_in(bucket: ReduceBucket, grads: list[Tensor], facts: Any) -> CopyInPlan:
     """
-    Chooses how gradients are copied to ``world_size`` rows of dtype ``target``.
-
     [Note: One kernel for most gradients]
     The fused kernel needs dense tensors of one dtype and fills all columns. It casts
     bf16 to fp32 only; another cast, or one mismatched tensor, would send all down its
-    slow path. So of the gradients that it takes at all, it gets the largest and those of
-    the same dtype. Slices of the largest, if that is long enough, stand in for the rest,
-    which is then copied over these columns. (Since 2.15 an operator takes bf16 and fp32
+    slow path. So of the gradients that it accepts it gets the largest and those of the
+    same dtype. Slices of the largest, if that is long enough, stand in for the rest,
+    which is then copied over these columns. (Since 2.15 an operator accepts bf16 and fp32
     together on CUDA.) To parts of longer rows, not dense, each is copied apart.
     """
     dtypes, target, device, world_size, is_dense, is_observed = facts
     bf16, fp32 = torch.bfloat16, torch.float32
-    taken = {target, bf16} if target is fp32 else {target}
+    accepted = {target, bf16} if target is fp32 else {target}
     # A uniform unit uses the release's memory and launches
     is_uniform = not bucket.is_mixed and bucket.comm_dtype is None
     # Observed steps call the operator, even on its slow path
     use_kernel = (dtypes[0] is not None and len({*dtypes}) == 1) and (
-        is_uniform or dtypes[0] in taken or is_observed
+        is_uniform or dtypes[0] in accepted or is_observed
     )
     # As the release does in uniform units. On CUDA it also saves a temporary
     can_cast = RELEASE.chunk_cat != "chunk_cat"
@@ -479,7 +431,7 @@ def _plan_copy_in(bucket: ReduceBucket, grads: list[Tensor], facts: Any) -> Copy
     )
     if is_dense and (use_kernel or use_mixed_operator):
         return CopyInPlan(dtypes, is_observed or not use_kernel, {})
-    fits = [i for i, dtype in enumerate(dtypes) if is_dense and dtype in taken]
+    fits = [i for i, dtype in enumerate(dtypes) if is_dense and dtype in accepted]
     largest = max(fits, key=lambda i: grads[i].numel(), default=None)
     # Lengths of stand-in slices: the least n for which the kernel's chunks, of
     # ceil(n / world_size) elements, fill the columns
@@ -496,10 +448,7 @@ def _plan_copy_in(bucket: ReduceBucket, grads: list[Tensor], facts: Any) -> Copy
 def _copy_in_apart(
     bucket: ReduceBucket, grads: list[Tensor], rows: Tensor, plan: CopyInPlan
 ) -> None:
-    """
-    Copies some gradients to their columns: adjacent dense ones of one dtype are fused
-    to a temporary, and cast from there by one copy, up to ``_MAX_RUN_NUMEL`` at once.
-    """
+    """Copies some gradients, adjacent dense ones of one dtype by way of a temporary."""
     world_size, starts, dtypes = rows.size(0), bucket.starts, plan.dtypes
     runs: list[list[int]] = []
     run_numel = 0
@@ -584,7 +533,9 @@ def relayout(
         if (start := starts.get(slot.param)) is not None:
             piece = shard.narrow(0, start, slot.shard_numel)
             target.narrow(0, target_start, slot.shard_numel).copy_(piece)
-    new, old = (get_remaining_divisor(b.key, scaling) for b in (target_bucket, bucket))
+    new, old = (
+        scales.get_remaining_divisor(b.key, scaling) for b in (target_bucket, bucket)
+    )
     return target if new == old else target.mul_(new / old)
 
 
@@ -593,11 +544,10 @@ def relayout(
 
 def _reduce_batch(reduction: Reduction, parts: list[BucketGrads]) -> list[ReduceResult]:
     """Reduces buckets that share an all-reduce, and so have the same factors."""
-    part, stream = parts[0], reduction.reduce_scatter_stream
-    bucket, scaling = part.bucket, reduction.scaling
-    defers = reduction.defers_all_reduce
+    part, stream, scaling = parts[0], reduction.reduce_scatter_stream, reduction.scaling
+    bucket, defers = part.bucket, reduction.defers_all_reduce
     if bucket.factors[0] != scaling:
-        bucket.factors = scaling, get_divide_factors(bucket.key, scaling)
+        bucket.factors = scaling, scales.get_divide_factors(bucket.key, scaling)
     factors, sums, after = bucket.factors[1], [], None
     for part in parts:
         shard, after = part.way.reduce(reduction, part, factors)
@@ -641,7 +591,7 @@ def _reduce_over_replicas(
         elif parts[0].bucket.comm_dtype is None:
             dist.all_reduce(buffer, group=group, op=op)
         else:
-            all_reduce_in_tree(buffer, group)
+            scales.all_reduce_in_tree(buffer, group)
         if (hook := reduction.all_reduce_hook) is not None:
             hook(buffer)
         _div_if_needed(buffer, after)
@@ -661,10 +611,9 @@ def accumulate_sharded_grads(
     part: BucketGrads, shard: Tensor, stream: torch.Stream, needs_casts: bool = False
 ) -> None:
     """
-    Accumulates a rank's shard of the reduced bucket in the sharded gradients: views of
-    ``shard``, or of one copy for each gradient dtype. A view keeps the whole buffer
-    alive: if any gradient is cast, also one of another bucket in it (``needs_casts``),
-    all are copied, so that the buffer can be freed.
+    Accumulates a rank's ``shard`` (1D) of the reduced bucket in sharded gradients, which
+    are views of it. If any is cast, also one of another bucket in the same buffer
+    (``needs_casts``), all are views of copies, so that the buffer can be freed.
     """
     bucket, starts, fsdp_params = part.bucket, part.bucket.starts, part.fsdp_params
     # A plugin's `allocate` may return another dtype
@@ -680,10 +629,10 @@ def accumulate_sharded_grads(
             record_grad_output_stream(flat, part.consumer_stream)
         base = flat.storage_offset() - start
         for i in indices:
-            fsdp_param = fsdp_params[i]
-            size, stride = fsdp_param.sharded_size, fsdp_param.contiguous_sharded_stride
+            param = fsdp_params[i]
+            size, stride = param.sharded_size, param.contiguous_sharded_stride
             sharded_grad = flat.as_strided(size, stride, base + starts[i])
-            part.is_viewed &= accumulate_sharded_grad(fsdp_param, sharded_grad, stream)
+            part.is_viewed &= accumulate_sharded_grad(param, sharded_grad, stream)
 
 
 def _as_dtensor(fsdp_param: FSDPParam, sharded_grad: Tensor) -> DTensor:
@@ -698,10 +647,7 @@ def _as_dtensor(fsdp_param: FSDPParam, sharded_grad: Tensor) -> DTensor:
 def accumulate_sharded_grad(
     fsdp_param: FSDPParam, sharded_grad: Tensor, stream: torch.Stream
 ) -> bool:
-    """
-    Accumulates a sharded gradient and runs its post-accumulate-grad hooks. Returns
-    whether ``sharded_grad`` is the gradient, and remains it.
-    """
+    """Accumulates a sharded gradient and runs hooks. Returns whether it is `.grad` now."""
     sharded_param = fsdp_param.sharded_param
     # Else each access looks for an override in DTensor: 2 % of a unit's host time
     with torch._C.DisableTorchFunctionSubclass():
@@ -717,12 +663,11 @@ def accumulate_sharded_grad(
 def _accumulate(
     fsdp_param: FSDPParam, sharded_grad: Tensor, stream: torch.Stream, present: Any
 ) -> None:
-    """Offloads a sharded gradient, adds it to the one that is present, and runs hooks."""
+    """Offloads a sharded gradient, adds it to the ``present`` one, and runs hooks."""
     sharded_param: Any = fsdp_param.sharded_param
     hooks = sharded_param._post_accumulate_grad_hooks
     if fsdp_param.offload_to_cpu:
-        # A CPU addition or a hook reads the gradient immediately, so its copy to the
-        # host may be in flight only without either
+        # A CPU addition or a hook would read the gradient before it has been copied
         overlaps = fsdp_param.pin_memory and present is None and not hooks
         sharded_grad = sharded_grad.to(torch.device("cpu"), non_blocking=overlaps)
         if overlaps:
