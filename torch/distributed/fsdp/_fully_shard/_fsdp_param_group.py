@@ -44,6 +44,7 @@ from torch.profiler import record_function
 
 from . import _fsdp_collectives as collectives
 from . import _fsdp_comms as comms
+from . import _fsdp_compat as compat
 from . import _fsdp_grads as gradients
 from . import _fsdp_observers as observers
 from . import _fsdp_registrations as registrations
@@ -69,14 +70,7 @@ from ._fsdp_common import (  # noqa: F401  (as in the release)
     TrainingState,
 )
 from ._fsdp_comms import *  # noqa: F403  (as in the release)
-from ._fsdp_compat import (
-    AllReduceState,  # noqa: F401  (as in the release)
-    CopyInPlugins,
-    DEFAULT_COPY_IN,
-    get_copy_out_options,
-    PluginNames,
-    reduce_monkeypatched,
-)
+from ._fsdp_compat import AllReduceState, get_copy_out_options, PluginNames  # noqa: F401
 from ._fsdp_context import (  # noqa: F401  (as in the release)
     _GradientReductionState,
     AllGatherState,
@@ -96,8 +90,8 @@ from ._fsdp_summary import log_layout
 logger = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
 # A plugin that replaces one of these expects the release's arguments
-_OWN_GATHER, _OWN_REDUCE = foreach_all_gather, foreach_reduce
-_DEFAULT_COPY_OUT = foreach_all_gather_copy_out, _default_all_gather_output_fn
+_GATHER, _REDUCE = foreach_all_gather, foreach_reduce
+_COPY_OUT = foreach_all_gather_copy_out, _default_all_gather_output_fn
 
 
 class FSDPParamGroup(settings.GroupSettings, PluginNames):
@@ -116,10 +110,9 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
     # State of the iteration #
     _training_state: TrainingState = TrainingState.IDLE
     _sharded_state: ShardedState = ShardedState.SHARDED
-    # The first lazy init resets the sharded parameters, which is costly, and the root's
-    # does again, as users may unshard before it and then replace them
-    _reset_sharded_params: bool = False
-    _reset_by_root: bool = False
+    # None: not yet. False: before the root's lazy init, since when users may have
+    # replaced them. Each reset is costly
+    _reset_sharded_params: bool | None = None
     _all_gather_result: AllGatherResult | None = None
     # The group of that gather: the sharded state may change before copy-out
     _all_gather_group: dist.ProcessGroup | None = None
@@ -184,11 +177,10 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         observers.look_for_traces()
         self.comm_ctx.device_handle = self.device_handle  # before the root's lazy init
         by_root = self._module_fqn is not None
-        has_reset = self._reset_by_root if by_root else self._reset_sharded_params
-        if self.is_sharded and not has_reset:
+        if self.is_sharded and self._reset_sharded_params is not by_root:
             registrations.reset_sharded_params(self)
             self._cache = ParamGroupCache(self.fsdp_params, self._direct_memory)
-            self._reset_sharded_params, self._reset_by_root = True, by_root
+            self._reset_sharded_params = by_root
         self._validate_reduce_scatter_max_input_buffers()
         self._init_dtypes()
         self._register_state_dict_hooks()
@@ -255,7 +247,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         settings.as_mesh(self.mesh_info, FSDPMeshInfo)
         return self._reduce_groups()[0]
 
-    def _reduce_groups(self) -> tuple[dist.ProcessGroup | None, ...]:
+    def _reduce_groups(self) -> tuple[Any, Any]:
         """Returns the groups of reduce-scatter and all-reduce, None without one."""
         names = "reduce_scatter", "shard", "replicate"
         groups = [getattr(self.mesh_info, f"{n}_process_group", None) for n in names]
@@ -281,7 +273,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
             empty = torch.empty(0, device=self.device)
             self._all_gather_result = AllGatherResult(empty, None, None, [], [], [])
             return
-        comm, is_replaced = self._all_gather_comm, foreach_all_gather is not _OWN_GATHER
+        comm, is_replaced = self._all_gather_comm, foreach_all_gather is not _GATHER
         streams = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
         if not is_replaced and not self._agreement.has_compared_gathers:
             self._agreement.check_gather(group, comm)
@@ -315,7 +307,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         args: Any = (result, self.fsdp_params, group)
         options: dict[str, Any] = {"cache": cache}
         copy_out = foreach_all_gather_copy_out, self._all_gather_output_fn
-        if copy_out != _DEFAULT_COPY_OUT:
+        if copy_out != _COPY_OUT:
             options = get_copy_out_options(_default_all_gather_output_fn, copy_out[1])
         # Parameters are made once, and as inference tensors they could never train
         is_inference = torch.is_inference_mode_enabled()
@@ -344,15 +336,12 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
 
     def _can_gather_directly(self) -> bool:
         """Whether the next gather may be direct, see [Note: Direct gathers]."""
-        return (
-            type(self._all_gather_comm) is comms.DefaultAllGather
-            and (foreach_all_gather_copy_out, self._all_gather_output_fn)
-            == _DEFAULT_COPY_OUT
-            and not self._use_post_forward_mesh
-            and not any(
-                getattr(p, "keep_unsharded_storage", False) for p in self.fsdp_params
-            )
-        )
+        copy_out = foreach_all_gather_copy_out, self._all_gather_output_fn
+        parts = type(self._all_gather_comm), copy_out
+        if parts != (comms.DefaultAllGather, _COPY_OUT) or self._use_post_forward_mesh:
+            return False
+        params: list[Any] = self.fsdp_params if releases.IS_2_15 else []
+        return not any(p.keep_unsharded_storage for p in params)
 
     @releases.not_type_checked
     def _unshard_now(self) -> None:
@@ -446,9 +435,8 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
     def post_backward(self, *unused: Any):
         """Reshards, and reduces gradients, also those of earlier microbatches."""
         self._log("FSDP::post_backward")
-        # If some modules of the unit did not run, its forward never ended
+        # The unit's forward has not ended if some of its modules did not run
         in_forward = self._training_state == TrainingState.FORWARD
-        is_partial_group_backward = in_forward and len(self.modules) > 1
         self._training_state = TrainingState.POST_BACKWARD
         cache = self._get_cache()
         accumulation.add_up(self)
@@ -467,7 +455,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
                 accumulation.keep_unreduced(self.fsdp_params)
                 return
         self._reduce(grads)
-        if is_partial_group_backward:
+        if in_forward and len(self.modules) > 1:
             # As in the release: else the unit's next module gets corrupt gradients
             self.comm_ctx.wait_current_stream(self._post_reduce_event)
 
@@ -485,10 +473,10 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
             return
         groups, comm = self._reduce_groups(), self._reduce_scatter_comm
         reduction = self._make_reduction(len(buckets), groups)
-        is_own, reduce = foreach_reduce is _OWN_REDUCE, reduce_buckets
-        if not is_own:  # it might not communicate, and prepares gradients itself
+        is_default, reduce = foreach_reduce is _REDUCE, reduce_buckets
+        if not is_default:  # it might not communicate, and prepares gradients itself
             args: Any = foreach_reduce, self._prepare_reduce_scatter_inputs
-            reduce = functools.partial(reduce_monkeypatched, *args)
+            reduce = functools.partial(compat.reduce_monkeypatched, *args)
             reduction = reduction._replace(plugins=None)
         elif self._agreement.agreed != (buckets, *groups, comm, not defers):
             self._agreement.check_reductions(buckets, *groups, comm, not defers)
@@ -496,7 +484,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         pop_part = functools.partial(partial_reduces.pop_part, *args)
         with self._range("FSDP::post_backward_reduce"):
             self._wait_for_post_backward()
-            if is_own and self.reduce_bucket_cap is not None:
+            if is_default and self.reduce_bucket_cap is not None:
                 buckets = context.join_small(self, reduction, buckets, pop_part)
                 if not buckets:
                     return
@@ -511,33 +499,28 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
                 if (output := result.partial_reduce_output) is not None:
                     partial_reduces[bucket.key] = PartialReduce(bucket, output)
 
-    def _make_reduction(self, num_buckets: int, groups: tuple[Any, ...]) -> Reduction:
+    def _make_reduction(self, num_buckets: int, groups: tuple[Any, Any]) -> Reduction:
         """Returns what the unit's buckets are reduced with now."""
-        scatter_group, all_reduce_group = groups
-        # Whether the output still is when the next bucket, or microbatch, allocates
-        in_use = num_buckets > 1 or not self.all_reduce_grads
-        all_reduce_stream = self._all_reduce_hook_stream
-        if all_reduce_stream is None or all_reduce_group is not None:
-            all_reduce_stream = self.comm_ctx.all_reduce_stream
-        elif self._all_reduce_hook is None:
+        context, comm = self.comm_ctx, self._reduce_scatter_comm
+        scatter_group, replicate_group = groups
+        all_reduce_stream, hook = self._all_reduce_hook_stream, self._all_reduce_hook
+        if all_reduce_stream is None or replicate_group is not None:
+            all_reduce_stream = context.all_reduce_stream
+        elif hook is None:
             raise AssertionError(
                 "all reduce hook stream is specified but hook itself is missing: call "
                 f"set_all_reduce_hook on module '{self._module_fqn}'"
             )
+        scatter = scatter_group, context.reduce_scatter_stream, comm
+        all_reduce = replicate_group, all_reduce_stream, self.all_reduce_grads, hook
+        scaling = self.gradient_divide_factor, self.force_sum_reduction_for_comms
         copy_in = collectives.foreach_reduce_scatter_copy_in
-        plugins = CopyInPlugins(copy_in, self._prepare_reduce_scatter_inputs)
+        plugins = compat.CopyInPlugins(copy_in, self._prepare_reduce_scatter_inputs)
+        # Whether the output still is when the next bucket, or microbatch, allocates
+        in_use = num_buckets > 1 or not self.all_reduce_grads
         return Reduction(
-            reduce_scatter_group=scatter_group,
-            reduce_scatter_stream=self.comm_ctx.reduce_scatter_stream,
-            reduce_scatter_comm=self._reduce_scatter_comm,
-            all_reduce_group=all_reduce_group,
-            all_reduce_stream=all_reduce_stream,
-            all_reduce_grads=self.all_reduce_grads,
-            all_reduce_hook=self._all_reduce_hook,
-            gradient_divide_factor=self.gradient_divide_factor,
-            force_sum_reduction_for_comms=self.force_sum_reduction_for_comms,
-            device=self.device,
-            plugins=None if plugins == DEFAULT_COPY_IN else plugins,
+            *(*scatter, *all_reduce, *scaling, self.device),
+            plugins=None if plugins == compat.DEFAULT_COPY_IN else plugins,
             clones_output=in_use and not self._has_fresh_buffers,
             holds_one_input=self._holds_one_input,
         )
