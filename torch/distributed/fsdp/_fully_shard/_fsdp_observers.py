@@ -3,12 +3,12 @@ Tells whether anything observes a step; if not, profiler ranges and operators ar
 skipped.
 
 [Note: Who observes]
-A `record_function` range takes several microseconds, and a call of a Python operator
-longer than launching its kernel. A unit has a dozen ranges and five operators a step,
-which run only if somebody sees them: a profiler started from Python, for which torch
-sets a flag, one started on demand (Kineto), which is on without the flag, or an execution
-trace, for which a range raises if an argument cannot be recorded. The first unit of a
-forward looks for the last two, as does each lazy init.
+A `record_function` range costs several microseconds, and a Python operator more than its
+kernel's launch. A unit has a dozen ranges and five operators a step, which run only if
+somebody sees them: a profiler started from Python, for which torch sets a flag, one
+started on demand (Kineto), without the flag, or an execution trace, for which a range
+raises if an argument cannot be recorded. Each lazy init, and the first unit of a forward,
+look for the last two.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ has_unflagged_observer = False
 
 
 def look_for_traces() -> None:
-    """Finds observers that torch sets no flag for."""
+    """Finds observers that torch sets no flag for. A flagged one would see the probe."""
     global has_unflagged_observer
     if profiler._is_profiler_enabled:
-        return  # it would record the probes
+        return
     try:
         _record_function_with_args_enter("FSDP::look_for_traces", object())
         has_unflagged_observer = _profiler_enabled()
@@ -49,10 +49,7 @@ def is_observed() -> bool:
 
 
 def gets_operators(device: torch.device) -> bool:
-    """
-    Whether a step calls the ``fsdp::`` operators, not their kernels directly: observers,
-    dispatch modes and vendors that replace kernels expect them.
-    """
+    """Whether anybody expects the ``fsdp::`` operators instead of direct kernels."""
     return is_observed() or _len_torch_dispatch_stack() > 0 or _is_vendor_device(device)
 
 

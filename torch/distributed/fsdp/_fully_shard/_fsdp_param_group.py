@@ -7,8 +7,8 @@ Streams wait for one another (also in joined reductions, direct memory and offlo
 - copy-in -> all-gather (``foreach_all_gather``), gradients -> reduce-scatter
   (``reduce_buckets``) -> all-reduce (``_reduce_batch``): stream for stream.
 - all-gather -> copy-out: ``foreach_all_gather_copy_out`` waits for the event.
-- optimizer, post-forward shards, last copy-out -> copy-in: both gather streams wait,
-  for the optimizer in the root's pre-forward, else for an event.
+- optimizer (the root's pre-forward), post-forward shards, last copy-out -> copy-in: both
+  gather streams wait.
 - reduce-scatter -> next gradients' copy-in: ``FSDPCommContext.reduce_scatter_states``
   holds the inputs until the current stream has waited for them.
 - all-reduce -> later reduce-scatter: none, see [Note: Holding reduced buffers].
@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -98,11 +98,11 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
     """
     The parameters of a unit that are gathered and reduced together.
 
-    FORWARD and PRE_BACKWARD begin with the hook that unshards; a prefetch also sets them
-    while it starts the gather. POST_BACKWARD lasts until the end of the root's backward.
+    FORWARD and PRE_BACKWARD begin with the hook that unshards; a prefetch also sets them.
+    POST_BACKWARD lasts until the end of the root's backward.
     """
 
-    # The root's lazy init sets these. Modules have a group for each mesh
+    # From the root's lazy init. Modules have a group for each mesh
     _module_fqn: str | None = None
     _param_group_index: int = 0
     _num_param_groups: int = 1
@@ -150,7 +150,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         self.fsdp_params = registrations.shard_params(self, params, shard_placement_fn)
         self._direct_memory = DirectMemory()
         self._cache = ParamGroupCache(self.fsdp_params, self._direct_memory)
-        # What `mp_policy` was when parameters got theirs, and whether by final names
+        # The `mp_policy` that parameters got theirs from, and whether by final names
         self._resolved_policy = mp_policy, not tables_of(mp_policy)
         # Before 2.15: the `grad_dtype` that users have set, and on which local tensor
         self._grad_dtypes: dict[FSDPParam, tuple[Tensor, torch.dtype | None]] = {}
@@ -186,7 +186,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         self._register_state_dict_hooks()
 
     def _init_dtypes(self) -> None:
-        """Reads the policy and the parameters' dtypes if any of them has changed."""
+        """Reads dtypes, and the policy, which may be new or have got final names."""
         cache, is_replaced = self._get_cache(), self._plugin_sets_dtypes
         is_resolved = self._resolved_policy == (self.mp_policy, True)
         has_changed = cache.noted_facts != cache.get_facts()
@@ -195,7 +195,16 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         cache.noted_facts = None  # if any of this fails
         registrations.check_materialized(self)
         if not is_resolved:
-            self._resolve_policy()
+            settings.check_mp_policy(self, self.mp_policy)
+            params = [fsdp_param.sharded_param for fsdp_param in self.fsdp_params]
+            is_same = self.mp_policy is self._resolved_policy[0]
+            earlier = [p.mp_policy for p in self.fsdp_params] if is_same else []
+            named = fqns_of(self, with_class=False), self._module_fqn is not None
+            policies = resolve_all(self.mp_policy, params, *named, earlier)
+            for fsdp_param, policy in zip(self.fsdp_params, policies, strict=True):
+                fsdp_param.mp_policy = policy
+            settings.check_can_exchange(self, type(self._reduce_scatter_comm))
+            self._resolved_policy = self.mp_policy, True
         self._init_mp_dtypes()
         for fsdp_param in self.fsdp_params:
             # A plugin may have applied the unit's policy to all parameters
@@ -209,19 +218,6 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         cache.buckets.clear()
         if not is_replaced:  # by one that may set other dtypes at each call
             cache.noted_facts = cache.get_facts()
-
-    def _resolve_policy(self) -> None:
-        """Gives each parameter its policy, if that is new or names are known now."""
-        settings.check_mp_policy(self, self.mp_policy)
-        params = [fsdp_param.sharded_param for fsdp_param in self.fsdp_params]
-        is_same = self.mp_policy is self._resolved_policy[0]
-        earlier = [p.mp_policy for p in self.fsdp_params] if is_same else []
-        fqns, is_named = fqns_of(self, with_class=False), self._module_fqn is not None
-        policies = resolve_all(self.mp_policy, params, fqns, is_named, earlier)
-        for fsdp_param, policy in zip(self.fsdp_params, policies, strict=True):
-            fsdp_param.mp_policy = policy
-        settings.check_can_exchange(self, type(self._reduce_scatter_comm))
-        self._resolved_policy = self.mp_policy, True
 
     # Meshes #
     @property
@@ -325,12 +321,12 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
             self._agreement.add_note(error)
             raise
         self._to_state(ShardedState.UNSHARDED)
-        copy_out_event = self.device_handle.current_stream().record_event()
+        event = self.device_handle.current_stream().record_event()
         if in_forward and not is_single and result.all_gather_work is None:
             # See [Note: Freeing the gather buffer late]
-            self.comm_ctx.all_gather_state = AllGatherState(result, copy_out_event)
+            self.comm_ctx.all_gather_state = AllGatherState(result, event)
         else:
-            self.comm_ctx.wait_all_gather_streams_on_event(copy_out_event)
+            self.comm_ctx.wait_all_gather_streams_on_event(event)
         self.comm_ctx.free_resharded()
         self._all_gather_result = self._all_gather_group = None
 
@@ -405,8 +401,8 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         return output
 
     def _record_post_forward(self) -> None:
-        # Without gradients, a user's forward has no backward. Reentrant checkpointing's
-        # has one: its autograd function turns forward AD off outside inference mode
+        # Without gradients only reentrant checkpointing's forward has a backward: its
+        # autograd function turns forward AD off outside inference mode
         by_users = torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
         if torch.is_grad_enabled() or not by_users:
             order = self.comm_ctx.post_forward_order
@@ -565,7 +561,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         self.comm_ctx.free_resharded()
 
     def _drop_iteration_state(self) -> None:
-        """Waits for offloaded gradients, and for a prefetch that backward did not use."""
+        """Waits for offloaded gradients and an unused prefetch, and forgets forwards."""
         if (result := self._all_gather_result) is not None:
             self.comm_ctx.wait_current_stream(result.all_gather_event)
             if isinstance(result.all_gather_work, dist.distributed_c10d.Work):
@@ -583,10 +579,9 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
     # Runtime: prefetch #
     def _backward_prefetch(self) -> None:
         """Starts the gathers that are next in backward, or leaves them for later."""
-        if not self._post_forward_indices:
+        if not (indices := self._post_forward_indices):
             return  # an earlier backward of the same forward popped them
-        index = self._post_forward_indices.pop()
-        targets = self.comm_ctx.get_groups_to_prefetch(self, index)
+        targets = self.comm_ctx.get_groups_to_prefetch(self, indices.pop())
         if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             for target in targets:
                 self._prefetch_unshard(target, "backward")
@@ -602,7 +597,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
 
     @staticmethod
     def _prefetch_unshard(target_fsdp_param_group: Any, pass_type: str) -> None:
-        """Starts a group's gather as in its own forward or backward."""
+        """Starts a group's gather as its forward or backward does."""
         target, in_forward = target_fsdp_param_group, pass_type == "forward"
         if not in_forward and pass_type != "backward":
             raise ValueError(f"Unknown pass type: {pass_type}")
@@ -646,20 +641,6 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         passed = iter(RegisterPostBackwardFunction.apply(self, *tensors))
         inputs = replace_grad_tensors(inputs, passed)
         return tuple(inputs[: len(args)]), dict(zip(kwargs, inputs[len(args) :]))
-
-    def after_post_backward(self, grads: Sequence[Tensor | None]) -> None:
-        """Is called after post-backward, but not by the root's final callback."""
-        if self._to_prefetch_after:
-            self._prefetch_after_backward()
-        if not torch.is_grad_enabled():
-            return
-        # With `create_graph`, a second backward through these gradients needs the unit
-        # unsharded, and to be finalized, for which the root's pre-backward must run
-        state: Any = _get_module_state(self.modules[0])
-        for hooked_state in (state._state_ctx.all_states[0], state):
-            for grad in grads:
-                if grad is not None and grad.requires_grad:
-                    grad.register_hook(hooked_state._pre_backward)
 
     # Labels #
     @property
@@ -713,8 +694,18 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        ctx.param_group.post_backward()
-        ctx.param_group.after_post_backward(grads)
+        group: FSDPParamGroup = ctx.param_group
+        group.post_backward()
+        if group._to_prefetch_after:
+            group._prefetch_after_backward()
+        if torch.is_grad_enabled():
+            # With `create_graph`, a second backward through these gradients needs the unit
+            # unsharded, and to be finalized: the root's pre-backward must run as well
+            state: Any = _get_module_state(group.modules[0])
+            for hooked_state in (state._state_ctx.all_states[0], state):
+                for grad in grads:
+                    if grad is not None and grad.requires_grad:
+                        grad.register_hook(hooked_state._pre_backward)
         return (None, *grads)
 
     @staticmethod
