@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple, TYPE_CHECKING
 
@@ -46,10 +45,9 @@ class AllGatherState(NamedTuple):
 
 class Handoff(NamedTuple):
     """
-    Buffers that the reductions of one post-backward use in other streams than those that
-    allocated them. While the context holds them, no other tensor gets their memory. Who
-    drops them calls :meth:`release` before, but not at the end of backward, where the
-    current stream waits for all reductions.
+    Buffers that reductions of one post-backward use in other streams than those that
+    allocated them, and that the context holds until then. Who drops them first calls
+    :meth:`release`, but at the end of backward, which waits for all reductions.
     """
 
     buffers: tuple[torch.Tensor, ...]
@@ -72,8 +70,7 @@ class Handoff(NamedTuple):
 ReduceScatterState = Handoff  # the release's name for one with inputs
 
 
-@dataclass
-class _GradientReductionState:
+class _GradientReductionState(NamedTuple):
     """A reduction that a user's handle waits for, by the root's state context."""
 
     owner: object
@@ -183,9 +180,8 @@ class FSDPCommContext:
         reduce: Callable[..., list[ReduceResult]] = reduce_buckets,
     ) -> list[tuple[ReduceBucket, ReduceResult]]:
         """
-        Reduces buckets, whose gradients ``pop_part`` pops, all at once, or one collective
-        after the other if the comm or a plugin needs that. Holds the memory that is in
-        use. Returns each bucket with its result.
+        Reduces buckets, whose gradients ``pop_part`` pops, at once, or by collective if
+        the comm or a plugin needs that. Holds what is in use. Returns buckets and results.
         """
         batches = [buckets]
         if reduction.holds_one_input or reduce is not reduce_buckets:
@@ -210,23 +206,22 @@ class FSDPCommContext:
             streams = reduction.reduce_scatter_stream, reduction.all_reduce_stream
             self.wait_after_error(*streams)
             raise
-        for result in results:
-            event = result.post_reduce_event
-            self._last_post_reduce_events[result.post_reduce_stream] = event
         self._hold_reduce_buffers(group, results, parts)
         return [*zip([part.bucket for part in parts], results, strict=True)]
 
     def _hold_reduce_buffers(
         self, group: Any, results: Sequence[ReduceResult], parts: Sequence[BucketGrads]
     ) -> None:
-        """Holds the inputs and the reduced buffers of one post-backward."""
+        """Holds inputs and reduced buffers, and the last event of each stream."""
         current_stream = self.device_handle.current_stream()
+        last_events = self._last_post_reduce_events
         # Buckets may share an input or a buffer, which the last of them uses last
         inputs: dict[torch.Tensor, None] = {}
         streams: dict[torch.Tensor, torch.Stream] = {}  # by buffer
         event, is_viewed = None, True
         for result, part in zip(results, parts, strict=True):
             is_viewed &= part.is_viewed
+            last_events[result.post_reduce_stream] = result.post_reduce_event
             if (reduce_input := result.reduce_scatter_input) is not None:
                 event = result.reduce_scatter_event
                 inputs |= dict.fromkeys((reduce_input, *part.inputs))
@@ -257,9 +252,8 @@ class FSDPCommContext:
         pop_part: Callable[[ReduceBucket], BucketGrads],
     ) -> Sequence[ReduceBucket]:
         """
-        Lets small buckets wait for a reduction with those of other units, which comes at
-        the cap, or when this backward ends, be it inside of another. Returns the buckets
-        that do not wait: all, if others cannot be reduced with them.
+        Lets small buckets wait for a reduction with those of other units, at the cap or at
+        the end of this backward, be it inside of another. Returns those that do not wait.
         """
         cap, key, remaining = group.reduce_bucket_cap, reduction.scaling, []
         # After a deferral replicas may have different buckets
@@ -305,9 +299,9 @@ class FSDPCommContext:
 
     def recycle_reduce_buffers(self, group: FSDPParamGroup) -> None:
         """
-        Waits for the oldest buffers of reductions and drops them, to make room for those
-        of ``group``. Only the module's first group in a backward waits: if each did,
-        their reduce-scatters would run one after another.
+        Waits for the oldest buffers and drops them, to make room for those of ``group``.
+        Only the module's first group in a backward waits, or their reduce-scatters would
+        run one after another.
         """
         states, held = self.reduce_scatter_states, self.all_reduce_states
         last_groups = (state.param_group for state in reversed(states))

@@ -63,12 +63,11 @@ def set_reduce_bucket_cap(
     of ``finalize_backward(async_op=True)`` (2.15). Reentrant checkpoints have a backward
     each. All ranks must set the same.
 
-    Until then these gradients stay in memory; sharded gradients are not set, and no
+    Until then gradients stay in memory, sharded ones are not set, and no
     post-accumulate-grad hooks run. With more than two ranks, sums may round differently
-    (not with ``grad_comm_dtype``). Units with different process groups, divide factors or
+    (not with ``grad_comm_dtype``). Units that differ in process groups, divide factors or
     dtypes are not joined. Those with a custom reduce-scatter, an all-reduce hook, memory
-    from the process group, symmetric memory, or all-reduces that were ever deferred, do
-    not wait.
+    from the process group or symmetric memory, or deferred all-reduces, never wait.
 
     Args:
         module (nn.Module): A module with units in it.
@@ -100,14 +99,13 @@ def set_coalesced_collectives(
 
     A parameter is sent uncopied if it has no all-gather extension, at least
     ``min_nbytes``, and is sharded on dim 0, or on dim d into at most 32 pieces, one for
-    each index of the first d dims; its gradient, if it is also sharded evenly and has no
-    ``grad_comm_dtype``. With more than two ranks sums may round differently. Nothing
-    changes for units with a custom collective, memory from the process group or
-    symmetric memory, nor for gathers with ``reshard_after_forward=<int>``.
-
-    Memory of the unit that was resharded last is held until the next gather, the end of
-    backward, a user's ``reshard()`` or a state dict. A gradient that shares its memory is
-    copied. One that a hook keeps must not be written before the end of backward.
+    each index of the first d dims; its gradient, if it is also sharded evenly, has no
+    ``grad_comm_dtype`` and shares its memory with none. A hook that keeps it must not
+    write to it before the end of backward. With more than two ranks sums may round
+    differently. Memory of the unit that was resharded last is held until the next gather,
+    the end of backward, a user's ``reshard()`` or a state dict. Nothing changes with a
+    custom collective, memory from the process group or symmetric memory, nor for gathers
+    with ``reshard_after_forward=<int>``.
 
     Args:
         module (nn.Module): A module with units in it.
