@@ -140,10 +140,10 @@ class FSDPCommContext:
 
     def get_groups_to_prefetch(self, group: Any, index: int) -> Iterator[Any]:
         """
-        Yields the groups that backward prefetches from ``group``, whose forward was at
-        ``index``: those of the module before. If modules have a group for each mesh, that
-        of index 1, the last but one in backward, prefetches: earlier, parameters would be
-        unsharded for longer, later, no reduce-scatter would overlap.
+        Yields the groups of the module before that of ``group``, whose forward was at
+        ``index``. Of a group for each mesh only that of index 1, the last but one in
+        backward, prefetches: any earlier, parameters would be unsharded for longer; any
+        later, no reduce-scatter would overlap.
         """
         order = self.post_forward_order
         if group._num_param_groups == 1:
@@ -269,9 +269,8 @@ class FSDPCommContext:
                 continue
             joined = self.joined_reductions.setdefault(key, JoinedReduction(reduction))
             joined.nbytes += nbytes
-            for bucket in batch:
-                joined.parts.append(pop_part(bucket))
-                joined.streams.append(self.device_handle.current_stream())
+            joined.parts += map(pop_part, batch)
+            joined.streams.append(self.device_handle.current_stream())
             if joined.nbytes >= cap.nbytes:
                 self.reduce_joined(group, key)
         task = torch._C._current_graph_task_id()
@@ -303,14 +302,14 @@ class FSDPCommContext:
         Only the module's first group in a backward waits, or their reduce-scatters would
         run one after another.
         """
-        states, held = self.reduce_scatter_states, self.all_reduce_states
+        states, reduced = self.reduce_scatter_states, self.all_reduce_states
         last_groups = (state.param_group for state in reversed(states))
         siblings = [*takewhile(lambda g: g.modules is group.modules, last_groups)]
         # If the group is one of them, this is a new backward of the module
         if siblings and group not in siblings:
             return
-        while len(held) > 1 and sum(h.nbytes for h in held) > _MAX_HELD_NBYTES:
-            held.pop(0).release()
+        while len(reduced) > 1 and sum(h.nbytes for h in reduced) > _MAX_HELD_NBYTES:
+            reduced.pop(0).release()
         if (excess := len(states) + 1 - self.reduce_scatter_max_input_buffers) > 0:
             current_stream = self.device_handle.current_stream()
             with range_of(f"FSDP::post_backward_rs_wait ({group._module_fqn})"):
@@ -319,11 +318,11 @@ class FSDPCommContext:
                 del states[:excess]
 
     def drop_all_reduces(self, group: FSDPParamGroup) -> None:
-        """Drops the reduced buffers that are held of a group."""
-        for held in (states := self.all_reduce_states):
-            if held.param_group is group:
-                held.release()
-        states[:] = [held for held in states if held.param_group is not group]
+        """Drops a group's reduced buffers, after their last use."""
+        for state in (states := self.all_reduce_states):
+            if state.param_group is group:
+                state.release()
+        states[:] = [state for state in states if state.param_group is not group]
 
     def wait_for_reductions(self) -> None:
         for event in self._last_post_reduce_events.values():

@@ -136,8 +136,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         self.modules = modules  # a cycle, through each module's state, to here
         if _get_module_state(modules[0]) is not None:
             # Plugins that make a group without `fully_shard` may pass None
-            settings.check_offload_policy(self, offload_policy)
-            settings.check_mp_policy(self, mp_policy)
+            settings.check_policies(self, mp_policy, offload_policy)
         self.mesh_info, self.post_forward_mesh_info = mesh_info, post_forward_mesh_info
         self.device, self.device_handle = device, _get_device_handle(device.type)
         self.mp_policy, self.offload_policy = mp_policy, offload_policy
@@ -195,7 +194,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         cache.noted_facts = None  # if any of this fails
         registrations.check_materialized(self)
         if not is_resolved:
-            settings.check_mp_policy(self, self.mp_policy)
+            settings.check_policies(self, self.mp_policy)
             params = [fsdp_param.sharded_param for fsdp_param in self.fsdp_params]
             is_same = self.mp_policy is self._resolved_policy[0]
             earlier = [p.mp_policy for p in self.fsdp_params] if is_same else []
@@ -365,7 +364,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # A unit of several modules comes here for each, but has one post-backward
+        # Runs for each module of a unit, which has one post-backward
         is_first_module = self._training_state != TrainingState.FORWARD
         if is_first_module:
             if self._num_forwards < 0:
@@ -496,7 +495,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
                     partial_reduces[bucket.key] = PartialReduce(bucket, output)
 
     def _make_reduction(self, num_buckets: int, groups: tuple[Any, Any]) -> Reduction:
-        """Returns what the unit's buckets are reduced with now."""
+        """Returns the settings that the unit's buckets are reduced with now."""
         context, comm = self.comm_ctx, self._reduce_scatter_comm
         scatter_group, replicate_group = groups
         all_reduce_stream, hook = self._all_reduce_hook_stream, self._all_reduce_hook
@@ -522,7 +521,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         )
 
     def _wait_for_post_backward(self) -> None:
-        """Waits for the last reduction, if backward comes to the group again."""
+        """Lets compute wait for the group's last reduction, if none has done so."""
         if (event := self._post_reduce_event) is not None:
             self._post_reduce_event = None
             self.comm_ctx.wait_current_stream(event)
@@ -542,7 +541,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         context.free_resharded()
 
     def _reset_iter_state(self) -> None:
-        """Waits for what is in flight, drops it and all gradients, and reshards."""
+        """Waits for all that is in flight, drops it and all gradients, and reshards."""
         self._drop_iteration_state()
         self._wait_for_post_backward()
         self.comm_ctx.drop_all_reduces(self)  # also of a reduction that has failed
@@ -637,7 +636,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         """Passes inputs that need gradients through `RegisterPostBackwardFunction`."""
         inputs = [*args, *kwargs.values()]
         if not torch.is_grad_enabled() or not (tensors := collect_grad_tensors(inputs)):
-            return args, kwargs  # the root's final callback comes to this group
+            return args, kwargs  # the root's final callback runs post-backward
         passed = iter(RegisterPostBackwardFunction.apply(self, *tensors))
         inputs = replace_grad_tensors(inputs, passed)
         return tuple(inputs[: len(args)]), dict(zip(kwargs, inputs[len(args) :]))
@@ -679,8 +678,7 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
             return super().apply(param_group, *inputs)
         # `Function.apply` would look for default arguments: 2 % of a unit's host time
         inputs = torch._functorch.utils.unwrap_dead_wrappers(inputs)
-        base = super(torch.autograd.Function, cls)
-        # pyrefly: ignore [missing-attribute]
+        base: Any = super(torch.autograd.Function, cls)
         return base.apply(param_group, *inputs)
 
     @staticmethod

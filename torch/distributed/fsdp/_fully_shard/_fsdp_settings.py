@@ -94,7 +94,7 @@ def set_coalesced_collectives(
 ) -> None:
     """
     Gathers large parameters straight into their unsharded memory, and reduces straight
-    from their gradients. One grouped call each way takes them and a buffer with all
+    from their gradients. One grouped call each way moves them and a buffer with all
     others, which saves the copies into and out of that. All ranks must set the same.
 
     A parameter is sent uncopied if it has no all-gather extension, at least
@@ -159,14 +159,11 @@ def _refuse(error: type, group: Any, setter: str, value: Any, fix: str) -> NoRet
     raise error(f"{setter} of unit '{group._unit_name}' got {value!r}: pass {fix}")
 
 
-def check_mp_policy(group: Any, policy: Any) -> None:
-    if not isinstance(policy, MixedPrecisionPolicy):
-        _refuse(TypeError, group, "mp_policy", policy, "a MixedPrecisionPolicy")
-
-
-def check_offload_policy(group: Any, policy: Any) -> None:
-    if not isinstance(policy, OffloadPolicy | None):  # None has always meant no offload
-        _refuse(TypeError, group, "offload_policy", policy, "CPUOffloadPolicy()")
+def check_policies(group: Any, mp_policy: Any, offload: Any = None) -> None:
+    if not isinstance(offload, OffloadPolicy | None):  # None: no offload, as always
+        _refuse(TypeError, group, "offload_policy", offload, "CPUOffloadPolicy()")
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        _refuse(TypeError, group, "mp_policy", mp_policy, "a MixedPrecisionPolicy")
 
 
 def note_deferral(group: Any, all_reduce_grads: bool) -> None:
