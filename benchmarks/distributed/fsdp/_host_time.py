@@ -15,10 +15,7 @@ its collectives do next to nothing on the host. A step clears the gradients, as 
 optimizer does, outside of what is timed.
 """
 
-import cProfile
 import gc
-import io
-import pstats
 import sys
 import time
 from collections.abc import Callable
@@ -35,7 +32,6 @@ from torch import nn
 
 
 MIN_STEPS = 5
-TOP = 25  # lines of a profile
 
 
 @cache
@@ -116,25 +112,15 @@ def count_calls(
 
 
 def measure(
-    *,
-    device: str,
-    seconds: float = 0.0,
-    profile: bool = False,
-    once: bool = False,
-    **of_model: Any,
-) -> dict[str, Any]:
+    *, device: str, seconds: float, once: bool = False, **of_model: Any
+) -> dict[str, float]:
     """
-    Returns host time per unit, in microseconds, the functions that take most of it, or
-    the calls of what is done once. See [Note: What host time is].
+    Returns host time per unit, in microseconds, see [Note: What host time is], or the
+    calls of what is done once.
     """
     if once:
         return count_calls(device=device, **of_model)
     sharded, plain = build(device=device, **of_model)
-    if profile:
-        profiler, printed = cProfile.Profile(), io.StringIO()
-        profiler.runcall(fastest_step, sharded, device, seconds)
-        pstats.Stats(profiler, stream=printed).sort_stats("tottime").print_stats(TOP)
-        return {"profile": printed.getvalue()}
     us = fastest_step(sharded, device, seconds) - fastest_step(
         plain, device, seconds / 4
     )
@@ -211,14 +197,3 @@ def run_once(sides: dict[str, Side]) -> list[Row]:
             quantity = f"calls / parameter, {step}, {branch.partition(', ')[2]}"
             rows += samples.rows("host", quantity, step, compared)
     return rows
-
-
-def run_profile(sides: dict[str, Side], **options: Any) -> list[Row]:
-    """Prints which functions take a unit's host time, on each side."""
-    for side in sides.values():
-        side.start()
-    for name in (UNIFORM, "branch, uniform fp32", "branch, mixed"):
-        (subject,) = (s for s in group_of(UNITS, 16, 1).subjects if s.name == name)
-        found = sides[subject.side].ask(__name__, {**subject.request, "profile": True})
-        print(f"{name}, 16 parameters:\n{found['profile']}")
-    return []

@@ -66,7 +66,6 @@ PARTS = {
     "memory": ("_peak_memory", "run"),
 }
 MORE = {
-    "profile": ("_host_time", "run_profile"),
     "kernels": ("_kernels", "run"),
     "bits": ("_bits", "run"),
     "late": ("_late_kernels", "run"),

@@ -27,7 +27,7 @@ BENCH = "benchmarks/distributed/fsdp/bench.py"
 # Correctness comes first
 PARTS = ("tests", "bits", "alignment", "sanitizer", "late", "kernels", "memory")
 PARTS = (*PARTS, "host", "step", "network")
-ON_CPU = "test_fully_shard_operators.py"  # `make test` runs the other tests there
+ON_CPU = "test_fully_shard_way.py"  # `make test` runs the other tests there
 AS_EXPECTED, WRONG, SLOWER = "as expected", "wrong", "slower than expected"
 DIED, HUNG, NOT_RUN = "died", "timed out", "not run"
 SECONDS = 300  # of each process

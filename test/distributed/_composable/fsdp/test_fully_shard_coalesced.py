@@ -28,14 +28,13 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed import fsdp
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, set_coalesced_collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_layout as layouts
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_all_gather
 from torch.distributed.fsdp._fully_shard._fsdp_comms import DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_direct import DirectMemory
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
-from torch.distributed.tensor import parallel, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.common_utils import parametrize, run_tests
 
@@ -138,17 +137,6 @@ def fail_once(model: Any) -> None:
     handle.remove()
 
 
-def tensor_parallel() -> Any:
-    mesh = init_device_mesh(utils.DEVICE_TYPE, (2, 2), mesh_dim_names=("dp", "tp"))
-    plan = {"0": parallel.ColwiseParallel(), "1": parallel.RowwiseParallel()}
-    torch.manual_seed(0)
-    layers = [utils.CastLinear(DIM, DIM, dtype=BF16) for _ in range(2)]
-    model = nn.Sequential(*layers, Affine().float()).to(utils.DEVICE_TYPE)
-    parallel.parallelize_module(model, mesh["tp"], plan)
-    fully_shard(model, mesh=mesh["dp"])
-    return model
-
-
 def extended() -> Any:
     blocks = extended_stack(Fp8, 8, [BF16])
     return utils.shard_blocks(blocks.to(utils.DEVICE_TYPE), mesh=utils.shard_mesh(2))
@@ -156,7 +144,6 @@ def extended() -> Any:
 
 WAYS: dict[str, Any] = {
     "extension": extended,
-    "tensor_parallel": tensor_parallel,
     "replicate": lambda: replicate(make_blocks(), mesh=utils.shard_mesh(2)),
     "compiled": lambda: torch.compile(
         make(mesh=utils.shard_mesh(2)), backend="aot_eager"

@@ -196,6 +196,28 @@ class TestContract(ScenarioTest):
             self.assertEqual(expected["loaded"], "copy True, part False")
 
 
+class TestOperators(DeviceFreeTest):
+    @parametrize("device", ["cpu", "meta"])
+    def test_operators_fill_their_outputs(self, device: str) -> None:
+        """A segment of its rank, columns, and a padded row for each rank."""
+        ops = torch.ops.fsdp
+        inputs = [torch.arange(1.0, 4.0), torch.arange(4.0, 6.0)]
+        inputs = [tensor.to(device) for tensor in inputs]
+        output = torch.zeros(15, device=device)
+        segment, same = ops.all_gather_copy_in(inputs, output, [3, 2], 5, 1)
+        self.assertEqual((segment.size(), segment.storage_offset()), ((5,), 5))
+        self.assertEqual((same.size(), same.device.type), ((15,), device))
+        columns = [torch.empty(2, size, device=device) for size in (3, 2)]
+        rows = torch.arange(10.0).view(2, 5).to(device)
+        ops.split_with_sizes_copy(rows, [3, 2], dim=1, out=columns)
+        padded = torch.full((2, 3), -1.0, device=device)
+        ops.chunk_cat(inputs, dim=0, num_chunks=2, out=padded)
+        if device == "cpu":
+            self.assertEqual(output.tolist(), [0] * 5 + [1, 2, 3, 4, 5] + [0] * 5)
+            self.assertEqual(columns[1].tolist(), [[3, 4], [8, 9]])
+            self.assertEqual(padded.tolist(), [[1, 2, 4], [3, 0, 5]])
+
+
 class TestDivideFactors(DeviceFreeTest):
     """Where the release has no rule, or its rule does not hold."""
 

@@ -3,7 +3,8 @@
 What a warm step of one unit of two parameters passes through in FSDP2's files: so many
 conditions, functions, lines and files, and crossings between files. A condition is an
 ``if``, a ternary, or an operand after the first of ``and`` or ``or``, in a function that
-is entered. What a step does not need shall not stand on its way.
+is entered. What a step does not need shall not stand on its way. And how often it looks
+for observers, for whom alone it calls operators.
 """
 
 import ast
@@ -16,11 +17,12 @@ from unittest import mock
 
 import pytest
 
-from fsdp_helpers.common.utils import FakeGroupTest
+from fsdp_helpers.common.utils import FakeGroupTest, shard_blocks
 
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_observers as observers
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.common_utils import parametrize, run_tests
 
@@ -106,6 +108,36 @@ class TestWay(FakeGroupTest):
         actual = conditions, len({*entered}), lines, len(files), crossings
         within = [n <= most for n, most in zip(actual, BOUNDS[name], strict=True)]
         self.assertTrue(all(within), f"{actual} of at most {BOUNDS[name]}")
+
+
+class TestObservers(FakeGroupTest):
+    """Whether operators are called, and how often that is asked."""
+
+    ranks = 2
+
+    def test_devices_of_vendors_get_operators_also_if_nobody_observes(self) -> None:
+        """Backends may have replaced the kernels."""
+        devices = map(torch.device, ("cpu", "cuda", "meta"))
+        found = {each.type: observers.gets_operators(each) for each in devices}
+        self.assertEqual(found, {"cpu": False, "cuda": False, "meta": True})
+
+    def looks(self, run: Any) -> int:
+        with mock.patch.object(observers, "look_for_traces") as look:
+            run(torch.ones(1, self.ranks))
+        return look.call_count
+
+    def test_who_observes_is_asked_once_a_forward(self) -> None:
+        # Units in a root that has no parameters
+        model = nn.Sequential(*(nn.Linear(self.ranks, self.ranks) for _ in range(5)))
+        shard_blocks(model, mesh=self.mesh)(torch.ones(1, self.ranks))
+        model.set_is_last_backward(False)  # as in all microbatches but the last
+        for _ in range(2):
+            self.assertEqual(self.looks(lambda x: model(x).sum().backward()), 1)
+        with torch.no_grad():
+            for run in (model, model, model[:3]):
+                self.assertEqual(self.looks(run), 1)
+            self.assertEqual(self.looks(model[3:]), 0)  # the rest of that forward
+            self.assertEqual(self.looks(model[:2]), 1)
 
 
 if __name__ == "__main__":
