@@ -185,11 +185,7 @@ def one_backward(model: nn.Module, setup: Setup, step: int) -> torch.Tensor:
 
 
 def train(
-    model: nn.Module,
-    setup: Setup,
-    *,
-    steps: range = range(2),
-    run: Step = one_backward,
+    model: nn.Module, setup: Setup, *, steps: range = range(2), run: Step = one_backward
 ) -> Record:
     """Returns each step's loss, sharded gradients and parameters."""
     return layers.train_steps(model, lambda step: run(model, setup, step), steps)

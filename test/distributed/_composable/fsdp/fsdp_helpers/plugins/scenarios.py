@@ -20,13 +20,7 @@ from fsdp_helpers.common import scenarios as common
 from fsdp_helpers.common.doubles import dispatched
 from fsdp_helpers.common.parity_layers import digest, FP32, groups_of, Record, Stack
 from fsdp_helpers.common.release_rules import IS_2_15
-from fsdp_helpers.common.scenarios import (
-    describe,
-    one_backward,
-    POLICIES,
-    Setup,
-    train,
-)
+from fsdp_helpers.common.scenarios import describe, one_backward, POLICIES, Setup, train
 from fsdp_helpers.parity.models import Extended
 from fsdp_helpers.plugins import mixed, of_both_kinds, scenario, SCENARIOS
 

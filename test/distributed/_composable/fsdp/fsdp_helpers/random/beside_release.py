@@ -29,13 +29,7 @@ from unittest import mock
 
 from fsdp_helpers.common import parity_layers as layers
 from fsdp_helpers.common.parity_layers import Record, units_of
-from fsdp_helpers.common.scenarios import (
-    IS_BRANCH,
-    RANKS,
-    Scenario,
-    Scenarios,
-    Setup,
-)
+from fsdp_helpers.common.scenarios import IS_BRANCH, RANKS, Scenario, Scenarios, Setup
 from fsdp_helpers.random import cases
 from fsdp_helpers.random.cases import Case, Model, run_forward
 
