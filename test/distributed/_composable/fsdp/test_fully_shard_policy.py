@@ -1,7 +1,8 @@
 # Owner(s): ["oncall: distributed"]
 """
-What a precision policy says of each parameter, and what it refuses. Needs no
-device and no process group: policies are asked directly.
+What a precision policy says of each parameter, and what it refuses: policies are asked
+directly. And what units do whose parameters have policies, or a ``grad_dtype``, of their
+own.
 """
 
 import copy
@@ -15,8 +16,18 @@ from unittest import mock
 
 import pytest
 
-from fsdp_helpers.common.comms import BF16, FP8, FP16, FP32, FP64
-from fsdp_helpers.common.release_rules import reduce_dtype
+from fsdp_helpers.common import utils
+from fsdp_helpers.common.comms import (
+    backward,
+    BF16,
+    FP8,
+    FP16,
+    FP32,
+    FP64,
+    GivenGrads,
+    group_of,
+)
+from fsdp_helpers.common.release_rules import IS_2_15, reduce_dtype
 from fsdp_helpers.common.utils import DeviceFreeTest
 
 import torch
@@ -24,11 +35,11 @@ import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, layout_summary
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
 from torch.distributed.fsdp._fully_shard import _fsdp_api
 from torch.distributed.fsdp._fully_shard import _fsdp_policies as policies
-from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.common_utils import parametrize, run_tests
 
 
 pytestmark = pytest.mark.quick
@@ -369,6 +380,114 @@ class TestByName(DeviceFreeTest):
                 self.assertEqual(found, (FP32, None))
                 # A lookup leaves nothing that could not be copied
                 self.assertEqual(pickle.loads(pickle.dumps(other)), policy)
+
+
+class TestUnits(utils.FSDPThreadTest):
+    """
+    What is gathered, computed, reduced and kept of units over two ranks. That overrides
+    leave the bits of one unit of the release for each policy, over microbatches and
+    replicas as well, is in ``test_fully_shard_parity.py``; offload and ``grad_dtype``
+    with them in ``test_fully_shard_schedules.py``.
+    """
+
+    world_size = 2
+
+    def module(self, **dtypes: torch.dtype) -> GivenGrads:
+        """Returns parameters of four elements."""
+        params = {name: torch.zeros(4, dtype=dtype) for name, dtype in dtypes.items()}
+        return GivenGrads(**params).to(self.device)
+
+    def backward(self, model: GivenGrads) -> list[tuple[torch.dtype, int]]:
+        """
+        Returns dtype and size of each reduction. The mean of gradients is 128.5, which is
+        128 in bf16.
+        """
+        names = [name for name, _ in model.named_parameters()]
+        with utils.record_collectives() as recorder:
+            backward(model, **dict.fromkeys(names, (256.0, 1.0)[self.rank]))
+        return [(call.dtype, call.numel) for call in recorder.reduce_scatters]
+
+    def check(self, param: nn.Parameter, dtype: torch.dtype, value: float) -> None:
+        full, local = param.grad.full_tensor(), param.grad.to_local()
+        self.assertEqual(full.tolist(), [value] * 4)
+        kept_in = full.dtype, local.dtype, param.grad._spec.tensor_meta.dtype
+        self.assertEqual(kept_in, (dtype,) * 3)
+
+    def test_overrides_stay_when_the_sharded_parameters_are_cast(self) -> None:
+        model = self.module(a=FP32, b=FP32)
+        policy = by_name(model, {"a": {"param_dtype": FP32}})
+        fully_shard(model, mp_policy=policy).bfloat16()
+        # Since 2.15 in what they are stored in
+        expected = [(BF16, 8)] if IS_2_15 else [(FP32, 4), (BF16, 4)]
+        self.assertEqual(self.backward(model), expected)
+        self.assertEqual(model.seen, {"a": FP32, "b": BF16})
+        self.assertEqual({p.grad.dtype for p in model.parameters()}, {BF16})
+
+    def test_a_refused_override_leaves_all_parameters_as_they_are(self) -> None:
+        model = nn.Sequential(self.module(a=FP32), self.module(b=FP32))
+        before = dict(model.named_parameters())
+
+        def override(param: nn.Parameter) -> Any:
+            return INT8 if param is before["1.b"] else BF16
+
+        policy = Policy(param_dtype_override_fn=override)
+        text = r"returned torch.int8 for parameter 1.b, which is torch.fl"
+        with self.assertRaisesRegex(ValueError, text):
+            fully_shard([nn.Linear(4, 4), model], mp_policy=policy)
+        for name, param in model.named_parameters():
+            self.assertIs(param, before[name])
+
+    def test_functions_are_asked_once_with_the_users_parameter(self) -> None:
+        """Also where another field of the policy waits for the root's names."""
+        model, asked = nn.Sequential(self.module(w=BF16), self.module(w=BF16)), []
+        indices = torch.zeros(4, device=self.device).long()
+        model[0].indices = nn.Parameter(indices, requires_grad=False)
+
+        def override(param: nn.Parameter) -> torch.dtype | None:
+            asked.append(param)
+            return FP32 if param is kept else None
+
+        policy = by_name(model, {"0.w": {"param_dtype": FP32}}, param_dtype=BF16)
+        overrides = {"reduce_dtype_override_fn": override, "reduce_dtype": FP16}
+        policy, params = dataclasses.replace(policy, **overrides), [*model.parameters()]
+        kept = model[1].w
+        for unit in model:
+            fully_shard(unit, mp_policy=policy)
+        fully_shard(model)
+        layout_summary(model)
+        model(torch.zeros(1, device=self.device))
+        self.assertEqual([*map(id, asked)], [*map(id, params)])
+        found = [group_of(unit).fsdp_params[0].mp_policy for unit in model]
+        pairs = [(each.param_dtype, each.reduce_dtype) for each in found]
+        self.assertEqual(pairs, [(FP32, FP16), (BF16, FP32)])
+
+    @parametrize("in_fp32", [True, False])
+    def test_grad_dtype_none_is_what_the_reduction_gave(self, in_fp32: bool) -> None:
+        model = self.module(a=BF16, b=BF16, c=FP32)
+        model.a.grad_dtype = None
+        fully_shard(model, mp_policy=Policy(None, FP32 if in_fp32 else None))
+        self.backward(model)
+        self.assertIsNone(model.a.grad_dtype)
+        self.check(model.a, *((FP32, 128.5) if in_fp32 else (BF16, 128.0)))
+        self.check(model.b, BF16, 128.0)
+
+    def test_parameters_stored_alike_are_reduced_together(self) -> None:
+        """As in the release, where they are one unit."""
+        model = self.module(a=FP32, b=FP32, c=BF16)
+        model.a.grad_dtype = BF16
+        fully_shard(model)
+        # Each is cast once
+        self.assertEqual(self.backward(model), [(FP32, 8), (BF16, 4)])
+        self.check(model.a, BF16, 128.0)
+        self.check(model.b, FP32, 128.5)
+
+    def test_grad_dtype_stays_when_the_parameter_is_cast(self) -> None:
+        model = self.module(a=BF16, b=BF16, c=FP32)
+        fully_shard(model, mp_policy=Policy(reduce_dtype=FP32))
+        model.a.grad_dtype = FP64  # on the sharded parameter
+        self.backward(model.float())
+        self.check(model.a, FP64, 128.5)
+        self.check(model.b, FP32, 128.5)
 
 
 if __name__ == "__main__":
