@@ -5,7 +5,7 @@ is kept between steps.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -292,42 +292,36 @@ class TestExplicitUnshard(FakeGroupTest):
             policy = MixedPrecisionPolicy(
                 reduce_dtype=FP32, param_dtype_override_fn=lambda _: BF16
             )
-        reads: list[Any] = []
-        read = FSDPParam.init_dtype_attrs
-
-        def noting(fsdp_param: FSDPParam, policy: Any) -> None:
-            reads.append(fsdp_param)
-            read(fsdp_param, policy)
-
         model = fully_shard(nn.Linear(4, 4), mesh=self.mesh, mp_policy=policy)
-        group = model._get_fsdp_state()._fsdp_param_group
-        params = group.fsdp_params
+        group = comms.group_of(model)
+        params, read = group.fsdp_params, FSDPParam.init_dtype_attrs
         changes = (
             partial(setattr, model.bias, "grad_dtype", BF16),
             partial(setattr, model.bias, "grad_dtype", FP32),
             partial(model.requires_grad_, False),
             partial(setattr, group, "mp_policy", MixedPrecisionPolicy(BF16, FP32)),
         )
-        with mock.patch.object(FSDPParam, "init_dtype_attrs", noting):
-            model(torch.ones(1, 4, dtype=BF16))
+        noting = mock.Mock(side_effect=read)
+
+        def reads_of(run: Callable[..., Any], *args: Any) -> list[Any]:
+            noting.reset_mock()
+            run(*args)
+            model.reshard()
+            return [call.args[0] for call in noting.call_args_list]
+
+        with mock.patch.object(FSDPParam, "init_dtype_attrs", lambda *a: noting(*a)):
+            x = torch.ones(1, 4, dtype=BF16)
+            self.assertEqual(reads_of(model, x), params)
             for change in changes:
-                self.assertEqual(reads, params)
-                reads.clear()
-                model.unshard()
-                model.reshard()
-                self.assertEqual(reads, [])
+                self.assertEqual(reads_of(model.unshard), [])
                 change()
-                model.unshard()
-                model.reshard()
-            self.assertEqual(reads, params)
+                self.assertEqual(reads_of(model.unshard), params)
             with mock.patch.object(FSDPParamGroup, "_init_mp_dtypes") as replaced:
                 model.unshard()
                 model.unshard()
             self.assertEqual(replaced.call_count, 2)
-            reads.clear()
-            model.unshard()  # what replaced it may have set anything
-            self.assertEqual(reads, params)
-            reads.clear()
+            # What replaced it may have set anything
+            self.assertEqual(reads_of(model.unshard), params)
             model.to("meta")
             for _ in range(2):
                 with self.assertRaisesRegex(RuntimeError, "materialized"):
