@@ -7,62 +7,43 @@ nothing, so sizes are those of real models.
 """
 
 import argparse
-import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Sequence
 
 import _models
 from _calls import Call, seen_by
-from _models import LARGE
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 NODE = 8  # ranks, numbered node by node
+SIZES = _models.LARGE["Llama-like"]
+WAYS = (_models.WIDE, _models.NARROW)
 
 
-class Mesh(NamedTuple):
-    replicas: int
-    shards: int
-
-    @contextlib.contextmanager
-    def faked(self) -> Iterator[DeviceMesh]:
-        size = self.replicas * self.shards
-        dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-        shape, names = (self.replicas, self.shards), ("replicate", "shard")
-        if self.replicas == 1:
-            shape, names = (self.shards,), ("shard",)
-        try:
-            yield init_device_mesh("cpu", shape, mesh_dim_names=names)
-        finally:
-            dist.destroy_process_group()
-
-
-def calls_of(
-    block: type[_models.Block], count: int, way: str, mesh: Mesh, **sizes: int
-) -> list[Call]:
-    """Returns the collectives of one step of some blocks, each gathered twice."""
+def reductions_of(way: str, replicas: int, shards: int) -> list[Call]:
+    """Returns those of one bf16 block, whose gradients are added in fp32."""
     calls: list[Call] = []
-    with mesh.faked() as device_mesh, FakeTensorMode():
-        model = nn.Sequential(*(block(**sizes) for _ in range(count)))
-        _models.shard(model, way, device_mesh)
-        x = torch.randn(1, 4, sizes.get("dim", 512), dtype=_models.BF16)
-        with seen_by(calls.append):
-            _models.training_step(model, x)
-    return calls
-
-
-def line(*cells: Any) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def header(*cells: Any) -> None:
-    print(line(*cells), "|---" * len(cells) + "|", sep="\n")
+    size, names = replicas * shards, ("replicate", "shard")
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=names)
+        mesh = mesh if replicas > 1 else mesh["shard"]
+        with FakeTensorMode():
+            model = nn.Sequential(_models.LlamaBlock(**SIZES))
+            _models.shard(model, way, mesh)
+            x = torch.randn(1, 4, SIZES["dim"], dtype=_models.BF16)
+            with seen_by(calls.append):
+                _models.training_step(model, x)
+    finally:
+        dist.destroy_process_group()
+    # The gathers of parameters come first
+    return [*itertools.dropwhile(lambda call: call.kind == "all-gather", calls)]
 
 
 def sent(call: Call) -> tuple[float, float]:
@@ -70,9 +51,8 @@ def sent(call: Call) -> tuple[float, float]:
     Returns the bytes that a rank sends inside of its node and to others, on average: in
     an all-to-all to every other rank, in a ring to the next.
     """
-    inside = min(
-        call.ranks, max(NODE // call.stride, 1)
-    )  # ranks of the group in a node
+    # Ranks of the group in a node
+    inside = min(call.ranks, max(NODE // call.stride, 1))
     part = call.nbytes / call.ranks
     if call.kind == "all-to-all":
         return part * (inside - 1), part * (call.ranks - inside)
@@ -80,32 +60,17 @@ def sent(call: Call) -> tuple[float, float]:
     return call.sent_nbytes * (1 - crossing), call.sent_nbytes * crossing
 
 
-def meshes(ranks: Sequence[int]) -> Iterator[Mesh]:
-    for count in ranks:
-        yield Mesh(1, count)
-        if count > NODE:
-            yield Mesh(count // NODE, NODE)
-
-
 def print_traffic(ranks: Sequence[int]) -> None:
-    """MiB of the reductions of one bf16 block, whose gradients are added in fp32."""
-    columns = [
-        f"{way}: {w}"
-        for way in (_models.WIDE, _models.NARROW)
-        for w in ("in a node", "between")
-    ]
-    header("mesh", *columns)
-    for mesh in meshes(ranks):
-        cells = []
-        for way in (_models.WIDE, _models.NARROW):
-            calls = calls_of(
-                _models.BLOCKS["Llama-like"], 1, way, mesh, **LARGE["Llama-like"]
-            )
-            # The gathers of parameters come first
-            first = next(i for i, call in enumerate(calls) if call.kind != "all-gather")
-            totals = (sum(way) / 2**20 for way in zip(*map(sent, calls[first:])))
-            cells += [f"{total:.1f}" for total in totals]
-        print(line(f"{mesh.replicas} x {mesh.shards}", *cells))
+    columns = [f"{way}: {w}" for way in WAYS for w in ("in a node", "between")]
+    print(f"| {' | '.join(['mesh', *columns])} |", "|---" * 5 + "|", sep="\n")
+    for count in ranks:
+        for replicas in dict.fromkeys((1, max(count // NODE, 1))):
+            cells = [f"{replicas} x {count // replicas}"]
+            for way in WAYS:
+                calls = reductions_of(way, replicas, count // replicas)
+                totals = (sum(each) / 2**20 for each in zip(*map(sent, calls)))
+                cells += [f"{total:.1f}" for total in totals]
+            print(f"| {' | '.join(cells)} |")
 
 
 def main() -> None:
