@@ -165,15 +165,15 @@ class TestComparison(ImportingTest):
 
 
 class TestStudies(ImportingTest):
-    """They count collectives over nodes of 8."""
-
-    def test_counts(self) -> None:
-        printed = utils.run_python(str(FOLDER / "studies.py"), "counts").splitlines()
-        shown = {line.split(" | ")[0]: line.split(" | ")[1:] for line in printed}
-        # By default, exchanged, joined, both, upcast, and one unit for each dtype
-        counts = ("6 + 6", "6 + 3", "6 + 4", "6 + 3", "6 + 3", "12 + 6")
-        for cell, count in zip(shown["| Nemotron-H-like"], counts, strict=True):
-            self.assertEqual(cell.partition(";")[0], count)
+    def test_traffic_of_a_narrow_comm_dtype_is_that_of_the_guide(self) -> None:
+        args = (str(FOLDER / "studies.py"), "traffic", "--ranks", "8", "64")
+        rows = [line.split(" | ") for line in utils.run_python(*args).splitlines()]
+        cells = {row[0]: row[1:] for row in rows}
+        ring, exchanged = cells["| 1 x 8"][::2]
+        self.assertEqual(float(ring), 2 * float(exchanged))
+        # Between nodes of 8
+        ring, exchanged = (cell.rstrip(" |") for cell in cells["| 1 x 64"][1::2])
+        self.assertGreater(float(exchanged), 3 * float(ring))
 
 
 @unittest.skipUnless(utils.RELEASE_ROOT.is_dir(), "needs the release beside the branch")
