@@ -1,9 +1,10 @@
 """
-fp32 adapters over frozen bf16 weights, with a trainable bf16 head
+fp32 adapters beside a trainable bf16 head
 
-One unit holds all three. Each parameter computes in its stored dtype; frozen weights
-are gathered and not reduced. The adapter's module casts its input and its result. Saved
-is what is trained alone (`ignore_frozen_params`), which loads with `strict=False`.
+One unit holds these and frozen bf16 weights. Each parameter computes in its stored
+dtype; frozen weights are gathered and not reduced. The adapter's module casts its input
+and its result. Saved is what is trained alone (`ignore_frozen_params`), which loads
+with `strict=False`.
 """
 
 import torch

@@ -1,5 +1,5 @@
 """
-Checks by hand that all ranks answer alike
+Checks by hand, alike on all ranks
 
 `.item()` and `bool()` of a reduced DTensor read the rank's own part: of `norm`, `sum`
 or `max`, and before 2.15 also of `isfinite().all()`. Ranks that skip a step by such a

@@ -1,5 +1,5 @@
 """
-Export to safetensors, bit for bit
+Export to safetensors
 
 Rank 0 writes full tensors, each in the dtype that it is stored in, whatever it computes
 in. A parameter without dims, such as a `logit_scale`, is ignored by FSDP, and in the

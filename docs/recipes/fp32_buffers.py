@@ -1,5 +1,5 @@
 """
-fp32 buffers (rotary frequencies) under bf16 compute and checkpointing
+fp32 buffers under bf16 compute and checkpointing
 
 FSDP casts parameters and the inputs of a unit, never buffers. `model.bfloat16()` does
 cast them: give dtypes to parameters instead, as `from_pretrained` does. And what is

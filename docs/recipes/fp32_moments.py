@@ -7,7 +7,9 @@ computes the new value in fp32 and rounds it up or down at random, so that small
 are kept on average. It works on local shards, needs no communication, and saves the
 four bytes per parameter of a master. (torchao's `_AdamW(bf16_stochastic_round=True)`
 rounds like this, with moments in bf16.) Replicas (HSDP) stay equal only while they draw
-the same noise: seed them alike before each step, as this program is.
+the same noise: seed them alike before each step, as this program is. Save these moments
+by name: `load_state_dict` of an optimizer would cast them, and `NAdam`'s `mu_product`, to
+the parameter's dtype.
 """
 
 import torch
