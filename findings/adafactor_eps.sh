@@ -8,15 +8,12 @@
 python - <<'END'
 import torch
 
-
 def update(dtype, grad, **options):
     param = torch.nn.Parameter(torch.zeros(8, 8, dtype=dtype))
     param.grad = torch.full_like(param, grad)
     torch.optim.Adafactor([param], lr=1e-2, **options).step()
     return -param[0, 0].item()
 
-
-print(torch.__version__)
 for grad, low, high in ((1e-1, 0.9, 1.1), (1e-3, 7, 9), (1e-4, 70, 90)):
     ratio = update(torch.float32, grad) / update(torch.bfloat16, grad)
     fixed = update(torch.float32, grad) / update(torch.bfloat16, grad, eps=(1e-30, 1e-3))

@@ -10,7 +10,6 @@ import copy
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-
 def average(wide, **options):
     model = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     torch.nn.init.ones_(model.weight)
@@ -20,7 +19,6 @@ def average(wide, **options):
         torch.nn.init.constant_(model.weight, 1 if step < 500 else 2)
         averaged.update_parameters(model)
     return averaged.module.weight.item()
-
 
 ema = {"multi_avg_fn": get_ema_multi_avg_fn(0.999)}
 fp32_ema = {"avg_fn": lambda mean, new, count: mean.lerp(new.float(), 0.001)}

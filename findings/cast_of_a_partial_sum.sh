@@ -12,7 +12,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 dist.init_process_group("gloo")
 mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-print(torch.__version__)
 for values, dtype, expected in (
     ([70000.0, -70000.0], torch.float16, (torch.nan, 0.0)),
     ([256.0, 1.0, 1.0, 1.0], torch.bfloat16, (258.0, 260.0)),

@@ -10,12 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
-
 def count(function):
     with CommDebugMode() as mode:
         function()
     return mode.get_total_counts()
-
 
 def send_and_receive():
     send = dist.P2POp(dist.isend, torch.ones(4), 1 - dist.get_rank())
@@ -23,12 +21,10 @@ def send_and_receive():
     for work in dist.batch_isend_irecv([send, receive]):
         work.wait()
 
-
 def coalesced():
     with dist.distributed_c10d._coalescing_manager():
         for _ in range(5):
             dist.all_reduce(torch.ones(4))
-
 
 dist.init_process_group("gloo")
 seen = [count(function) for function in (send_and_receive, dist.barrier, coalesced)]

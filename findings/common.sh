@@ -6,6 +6,7 @@ trap 'rm -rf "$dir"' EXIT
 python3 -m venv "$dir"
 export PATH=$dir/bin:$PATH OMP_NUM_THREADS=1
 pip install -q --no-compile torch==2.13.0 numpy "$@"
+pip freeze | grep "^torch"
 
 # Runs the program on standard input: ranks HOW_MANY [ARGUMENT...]
 ranks() {

@@ -9,16 +9,13 @@ python - <<'END'
 import torch
 from torch._inductor import config
 
-
 def low(x):
     return x - x.bfloat16().float()
-
 
 def kahan(param, lost, update):
     update = update + lost
     new = param + update
     return new, update - (new - param)
-
 
 def train(step):
     param, lost = torch.ones(8, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.bfloat16)
@@ -26,9 +23,7 @@ def train(step):
         param, lost = step(param, lost, torch.full_like(param, 1e-4))
     return param[0].item()
 
-
 x = torch.linspace(1, 2, 1000)
-print(torch.__version__)
 for emulate in (False, True):
     torch._dynamo.reset()
     with config.patch(emulate_precision_casts=emulate):

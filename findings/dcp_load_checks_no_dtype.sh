@@ -12,7 +12,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 warnings.simplefilter("ignore")
-print(torch.__version__)
 for value, dtype, expected in (
     (1 + 2**-10, torch.bfloat16, 1),
     (1 + 2j, torch.float32, 1),

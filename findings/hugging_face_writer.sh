@@ -14,8 +14,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 warnings.simplefilter("ignore")
-print(torch.__version__)
-
 
 def write_and_read(entry):
     with tempfile.TemporaryDirectory() as folder:
@@ -33,7 +31,6 @@ def write_and_read(entry):
             return load_file(os.path.join(folder, name))["x"].tolist()
         except Exception as error:
             return f"read: {error}"
-
 
 for entry, expected in (
     (torch.tensor([2.5]), "[2.5]"),

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
 options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-print(torch.__version__)
 for device, expected in (("cpu", torch.bfloat16), ("meta", torch.float32)):
     model = torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16, device=device)
     fully_shard(model, mesh=mesh)

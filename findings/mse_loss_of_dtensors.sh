@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import Shard, distribute_tensor
 
-
 def run(loss_fn, whole):
     param = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
     loss = loss_fn(param, torch.zeros_like(param))
@@ -19,10 +18,8 @@ def run(loss_fn, whole):
     grad = param.grad.full_tensor() / whole
     return loss.full_tensor().item(), [round(x, 3) for x in grad.flatten().tolist()]
 
-
 dist.init_process_group("gloo")
 mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-print(torch.__version__)
 for rows, wrong in (([1.0, 4.0], (8.5, [2, 2])), ([1.0, 1.0, 4.0], (8.5, [1, 1, 2]))):
     whole = torch.tensor(rows)
     seen = run(F.mse_loss, whole)

@@ -14,13 +14,11 @@ torch.set_num_threads(1)
 N, BF16 = 4096, torch.bfloat16
 zeros = torch.zeros(N, dtype=torch.long)
 
-
 def grad(function, weight_dtype):
     weight = torch.ones(4, dtype=weight_dtype, requires_grad=True)
     out = function(weight)
     out.backward(torch.ones_like(out))
     return weight.grad[0].item()
-
 
 x = torch.ones(N, 4, dtype=BF16)
 print(torch.__version__, "of", N, "ones")

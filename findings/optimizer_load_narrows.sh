@@ -9,7 +9,6 @@
 python - <<'END'
 import torch
 
-print(torch.__version__)
 for cls in (torch.optim.NAdam, torch.optim.ASGD, torch.optim.AdamW):
     states = []
     for _ in range(2):

@@ -9,7 +9,6 @@ python - <<'END'
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-
 def first_update(cls, save):
     layer = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(layer.weight)
@@ -20,8 +19,6 @@ def first_update(cls, save):
     optimizer.step()
     return round(layer.weight.item(), 4)
 
-
-print(torch.__version__)
 for name, expected in (("AdamW", (-0.1, -0.0744)), ("ASGD", (-0.1, 0.0))):
     seen = tuple(first_update(getattr(torch.optim, name), save) for save in (False, True))
     print(f"{name}: first update {seen[0]}, after a save {seen[1]}")

@@ -10,7 +10,6 @@ import warnings
 import torch
 
 warnings.simplefilter("ignore")
-print(torch.__version__)
 for dtype, method in ((torch.bfloat16, "bfloat16"), (torch.float32, "float")):
     first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     for layer in (first, second):
