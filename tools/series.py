@@ -31,7 +31,7 @@ BRANCH, RELEASE = "fsdp2-series", "release"
 TESTS = "test/distributed/_composable/fsdp"
 # Our tests that compare uniform units of a commit with the release's
 UNIFORM = {
-    "test_fully_shard_schedules.py": "is_as_with_the_release",
+    "test_fully_shard_schedules.py": "as_with_the_release",
     "test_fully_shard_parity.py": "(test_has_the_bits and uniform) or uniform_unit",
 }
 # Where a hunk is, its function, and what it removes
