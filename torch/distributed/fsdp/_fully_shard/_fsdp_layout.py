@@ -14,9 +14,8 @@ parameter. One all-to-all sends the rows of several buckets as regions of segmen
 
 [Note: Pieces]
 A parameter of size [n, F, D] that is sharded on dim 1 is n parameters [F, D] that are
-sharded on dim 0, its pieces: in the slot of its shard [n, F / ranks, D] they follow one
-another. So the copies between buffers and whole tensors take each piece as a parameter,
-and nothing is reordered, unless pieces are too small for their kernels.
+sharded on dim 0, its pieces, which follow one another in the slot of its shard. So copies
+treat each piece as a parameter and reorder nothing, unless pieces are too small.
 
 [Note: Order of dtypes]
 All ranks lay out bytes and order collectives by :func:`dtype_sort_key`. A set of dtypes
@@ -26,9 +25,8 @@ has another order on each rank, as ``torch.dtype`` hashes by address.
 Copy kernels and NCCL move at most 16 bytes at once, if these are aligned. So where a
 buffer mixes dtypes, each region starts at a multiple of 16 bytes. Its slots are sorted by
 the largest power of two, up to 16, that divides their bytes, and padding comes last. Rows
-of buckets are not padded: a reduce-scatter may add elements in another order where they
-lie elsewhere, with other bits. Uniform units have the release's layout: parameter order,
-unpadded.
+of buckets are not padded, as that could change the order of a reduce-scatter's additions.
+Uniform units have the release's layout: parameter order, unpadded.
 """
 
 from __future__ import annotations
@@ -47,8 +45,8 @@ from ._fsdp_releases import RELEASE
 
 
 _ALIGNMENT = 16  # in bytes, see [Note: Aligned to 16 bytes]
-# Of a rank's shard: the host takes as long to pass a piece of fewer bytes to a kernel as
-# an H200 takes to copy it once more
+# Of a rank's shard: to pass a piece of fewer bytes to a kernel costs the host as long as
+# an H200 needs to copy it once more
 _MIN_PIECE_NBYTES = 2**15
 # One kernel launch costs the host about as much as 8 calls of `view()`
 _VIEWS_PER_COPY = 8
@@ -137,7 +135,7 @@ def plan_gather(
         nbytes = sum(numel for _, numel in slots) * dtype.itemsize
         if padding := -nbytes % alignment:
             slots.append((None, padding // dtype.itemsize))
-        nbytes += padding
+            nbytes += padding
         regions.append(GatherRegion(dtype, start_nbytes, nbytes, tuple(slots)))
         start_nbytes += nbytes
     dtype = storage_dtype(regions[0].dtype) if len(regions) == 1 else torch.uint8
@@ -153,7 +151,7 @@ class CopyPlan(NamedTuple):
     """One copy into a region, or into adjacent ones that are joined."""
 
     region: GatherRegion
-    # If any slot is cast: the positions of all, by the dtype they are stored in
+    # If any slot is cast: the positions of all, by the dtype that they are stored in
     casts: Sequence[Sequence[int]] = ()
     # Else: how many of the slots, the first, are viewed in the region's dtype
     num_viewed: int = 0
@@ -163,9 +161,8 @@ def plan_copy_in(
     layout: GatherLayout, stored_dtypes: Sequence[torch.dtype]
 ) -> tuple[CopyPlan, ...]:
     """
-    Plans the copies that fill a segment: one for each region. Without casts, all regions
-    are filled by one copy in the narrowest dtype, unless to view their inputs in it takes
-    longer than the kernels that it saves.
+    Plans the copies that fill a segment: one for each region, or without casts one for
+    all in the narrowest dtype, unless views of the inputs cost more than it saves.
     """
 
     def join(*regions: GatherRegion) -> CopyPlan:
@@ -287,8 +284,8 @@ def plan_buckets(
 
     pairs = sorted(zip(keys, slots, strict=True), key=sort_key)
     by_key = groupby(pairs, key=lambda pair: pair[0])
-    buckets = [(key, tuple(slot for _, slot in run)) for key, run in by_key]
-    return tuple(ReduceBucket(*bucket, is_mixed) for bucket in buckets)
+    members = [(key, tuple(slot for _, slot in run)) for key, run in by_key]
+    return tuple(ReduceBucket(*each, is_mixed) for each in members)
 
 
 class ReduceBucketCap(NamedTuple):

@@ -56,7 +56,7 @@ from ._fsdp_scaling import _div_if_needed, Factors, Scaling
 if TYPE_CHECKING:
     from ._fsdp_compat import CopyInPlugins
 
-# A rank's 1D sum over the shard group, and what is left to divide it by
+# A rank's 1D sum over the shard group, and its remaining divisor
 Sum: TypeAlias = tuple[Tensor, float | None]
 
 
@@ -147,8 +147,8 @@ class BucketGrads:
     partial_reduce_output: Tensor | None = None
     way: Any = None  # to send the bucket: `Packed`, ...
     inputs: list[Tensor] = field(default_factory=list)  # of the collective
-    consumer_stream: torch.Stream | None = None  # reads the sharded gradients
-    is_viewed: bool = False  # whether these are views of the reduced buffer
+    consumer_stream: torch.Stream = field(init=False)  # reads the sharded gradients
+    is_viewed: bool = False  # whether these gradients are views of the reduced buffer
 
     @property
     def partial_dtype(self) -> torch.dtype:
@@ -259,8 +259,8 @@ class Grouped:
             slots, grads = zip(*run)
             if not is_direct:
                 packed = replace(bucket, slots=slots)
-                size = world_size * packed.shard_numel, bucket.dtype
-                buffer = reduction.allocate(*size)
+                numel = world_size * packed.shard_numel
+                buffer = reduction.allocate(numel, bucket.dtype)
                 copy_in_grads(packed, [*grads], buffer.view(world_size, -1))
                 part.inputs.append(buffer)
                 continue
@@ -281,7 +281,7 @@ class Grouped:
         options = ReduceScatterOptions()
         options.reduceOp, options.asyncOp = cast(Any, op), False
         group: Any = reduction.reduce_scatter_group
-        # One call, which takes inputs of one dtype
+        # One call, for inputs of one dtype
         work = group.reduce_scatter_tensor_coalesced([*outputs], inputs, options)
         if work is not None:
             work.wait()
@@ -533,9 +533,8 @@ def relayout(
         if (start := starts.get(slot.param)) is not None:
             piece = shard.narrow(0, start, slot.shard_numel)
             target.narrow(0, target_start, slot.shard_numel).copy_(piece)
-    new, old = (
-        scales.get_remaining_divisor(b.key, scaling) for b in (target_bucket, bucket)
-    )
+    old = scales.get_remaining_divisor(bucket.key, scaling)
+    new = scales.get_remaining_divisor(target_bucket.key, scaling)
     return target if new == old else target.mul_(new / old)
 
 
@@ -580,19 +579,18 @@ def _reduce_over_replicas(
 ) -> tuple[Tensor, torch.Event]:
     """All-reduces the sums of buckets together, and runs the user's hook."""
     buffer, stream, (_, after, _, op) = sums[0], reduction.all_reduce_stream, factors
+    group, hook = reduction.all_reduce_group, reduction.all_reduce_hook
     if len(sums) > 1:
         buffer = torch.cat(sums)
         sums = [*buffer.split([shard.numel() for shard in sums])]
     needs_casts = any(part.bucket.needs_casts for part in parts)
     stream.wait_stream(reduction.reduce_scatter_stream)
     with _get_device_handle(reduction.device.type).stream(stream):
-        if (group := reduction.all_reduce_group) is None:
-            pass
-        elif parts[0].bucket.comm_dtype is None:
-            dist.all_reduce(buffer, group=group, op=op)
-        else:
+        if group is not None and parts[0].bucket.comm_dtype is not None:
             scales.all_reduce_in_tree(buffer, group)
-        if (hook := reduction.all_reduce_hook) is not None:
+        elif group is not None:
+            dist.all_reduce(buffer, group=group, op=op)
+        if hook is not None:
             hook(buffer)
         _div_if_needed(buffer, after)
         for part, shard in zip(parts, sums, strict=True):
@@ -669,7 +667,7 @@ def _accumulate(
     if fsdp_param.offload_to_cpu:
         # A CPU addition or a hook would read the gradient before it has been copied
         overlaps = fsdp_param.pin_memory and present is None and not hooks
-        sharded_grad = sharded_grad.to(torch.device("cpu"), non_blocking=overlaps)
+        sharded_grad = sharded_grad.to("cpu", non_blocking=overlaps)
         if overlaps:
             fsdp_param.grad_offload_event = stream.record_event()
     if present is None:

@@ -50,8 +50,7 @@ class RELEASE:
 
     accumulates_by_autograd = IS_2_15
     may_keep_storage = IS_2_15  # whether unsharded memory may outlive reshard
-    # The operator that copies gradients in, since 2.15 in C++: on CUDA it casts between
-    # bf16 and fp32
+    # Copies gradients in. In 2.15 it is in C++, and on CUDA casts between bf16 and fp32
     chunk_cat = "chunk_cat_mixed_dtype" if IS_2_15 else "chunk_cat"
     # The argument of other releases' `foreach_reduce`
     lacking_argument = "orig_dtype" if IS_2_15 else "prepare_reduce_scatter_inputs"
@@ -75,9 +74,7 @@ class RELEASE:
 # lack that fix (pytorch 190745): they multiply by 0 or by garbage.
 SCALES_BF16: bool = IS_2_15
 IS_2_14: bool = hasattr(dist, "_spmd_no_typecheck")  # or newer
-
-# The optional package spmd_types (2.14)
-_HAS_SPMD_TYPES: bool = IS_2_14 and dist._is_spmd_types_available()
+_HAS_SPMD_TYPES: bool = IS_2_14 and dist._is_spmd_types_available()  # since 2.14
 
 
 def not_type_checked(hook: Callable[..., Any]) -> Callable[..., Any]:
