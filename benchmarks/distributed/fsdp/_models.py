@@ -232,10 +232,15 @@ ALL_FP32 = "all fp32"  # upcast before it is sharded
 LATE = "BACKWARD_POST"
 # All in bf16, and gradients added in fp32: sent in fp32 too, or in bf16
 WIDE, NARROW = "sent in fp32", "sent in bf16"
+# Sent in one all-to-all, as wide as they are; small reductions joined; and both
+EXCHANGED, JOINED, BOTH = "grad_comm_dtype", "set_reduce_bucket_cap", "both"
 COALESCED = "set_coalesced_collectives"
+AS_WIDE = {"grad_comm_dtype_override_fn": lambda param: param.dtype}
 POLICIES: dict[str, dict[str, Any]] = {
     WIDE: {"param_dtype": BF16, "reduce_dtype": FP32},
     NARROW: {"param_dtype": BF16, "reduce_dtype": FP32, "grad_comm_dtype": BF16},
+    EXCHANGED: AS_WIDE,
+    BOTH: AS_WIDE,
 }
 
 
@@ -258,6 +263,8 @@ def shard(model: nn.Sequential, way: str, mesh: DeviceMesh) -> None:
     if way == COALESCED:  # of small models, all parameters
         is_small = all(param.nbytes < 2**24 for param in model.parameters())
         fsdp.set_coalesced_collectives(model, 0 if is_small else 2**20)
+    if way in (JOINED, BOTH):
+        fsdp.set_reduce_bucket_cap(model)
 
 
 class Run(NamedTuple):
