@@ -25,7 +25,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TYPE_CHECKING, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,6 +39,10 @@ from ._fsdp_errors import add_note, listed
 from ._fsdp_layout import describe_key, dtypes_of, ReduceBucket
 from ._fsdp_registrations import fqns_of
 from ._fsdp_scaling import backend_name
+
+
+if TYPE_CHECKING:
+    from ._fsdp_param_group import FSDPParamGroup
 
 
 # Bound at import, so that functions that users patch in `dist` do not see comparisons
@@ -76,7 +80,7 @@ _HANG_ADVICE = (
 class UnitAgreement:
     """Checks that all ranks are about to do the same for a param group."""
 
-    def __init__(self, param_group: Any):
+    def __init__(self, param_group: FSDPParamGroup):
         self._param_group = param_group
         _mode()  # raises if it is unknown
         # Whether gathers have been compared, and are not compared again
@@ -162,7 +166,9 @@ class UnitAgreement:
         return True
 
 
-def _announce(group: Any, buckets: Sequence[ReduceBucket] | None = None) -> _Lines:
+def _announce(
+    group: FSDPParamGroup, buckets: Sequence[ReduceBucket] | None = None
+) -> _Lines:
     """Returns what must be the same on all ranks in a gather, or in a reduction."""
     params, fqn = group.fsdp_params, group._module_fqn
     unit = "a unit" if fqn is None else f"unit '{fqn or '(root)'}'"
@@ -212,7 +218,7 @@ def _has_others(group: dist.ProcessGroup, device: torch.device) -> bool:
     return backend_name(group, device) != "fake"
 
 
-def _is_traced(group: Any) -> bool:
+def _is_traced(group: FSDPParamGroup) -> bool:
     """Whether what a param group issues now is recorded or simulated, and not run."""
     if group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return True

@@ -138,7 +138,9 @@ class FSDPCommContext:
         while self.resharded:
             self.resharded.pop(0).free()
 
-    def get_groups_to_prefetch(self, group: Any, index: int) -> Iterator[Any]:
+    def get_groups_to_prefetch(
+        self, group: FSDPParamGroup, index: int
+    ) -> Iterator[Any]:
         """
         Yields the groups of the module before that of ``group``, whose forward was at
         ``index``. Of a group for each mesh only that of index 1, the last but one in
@@ -210,7 +212,10 @@ class FSDPCommContext:
         return [*zip([part.bucket for part in parts], results, strict=True)]
 
     def _hold_reduce_buffers(
-        self, group: Any, results: Sequence[ReduceResult], parts: Sequence[BucketGrads]
+        self,
+        group: FSDPParamGroup,
+        results: Sequence[ReduceResult],
+        parts: Sequence[BucketGrads],
     ) -> None:
         """Holds inputs and reduced buffers, and the last event of each stream."""
         current_stream = self.device_handle.current_stream()
@@ -246,7 +251,7 @@ class FSDPCommContext:
 
     def join_small(
         self,
-        group: Any,
+        group: FSDPParamGroup,
         reduction: Reduction,
         buckets: Sequence[ReduceBucket],
         pop_part: Callable[[ReduceBucket], BucketGrads],
@@ -255,7 +260,8 @@ class FSDPCommContext:
         Lets small buckets wait for a reduction with those of other units, at the cap or at
         the end of this backward, be it inside of another. Returns those that do not wait.
         """
-        cap, key, remaining = group.reduce_bucket_cap, reduction.scaling, []
+        cap: Any = group.reduce_bucket_cap
+        key, remaining = reduction.scaling, []
         # After a deferral replicas may have different buckets
         is_deferred = group._has_deferred or reduction.defers_all_reduce
         is_plain = reduction.is_default and reduction.all_reduce_hook is None

@@ -9,7 +9,7 @@ import functools
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 import torch.nn as nn
@@ -29,6 +29,10 @@ from ._fsdp_reduce import (
     relayout,
 )
 from ._fsdp_releases import RELEASE
+
+
+if TYPE_CHECKING:
+    from ._fsdp_param_group import FSDPParamGroup
 
 
 _MAX_CACHED_PATTERNS = (
@@ -147,7 +151,7 @@ class Accumulation:
             if param.requires_grad and (reduces or param.grad is not None):
                 param.grad_dtype = None
 
-    def add_up(self, group: Any) -> None:
+    def add_up(self, group: FSDPParamGroup) -> None:
         """Adds the new gradients to those that FSDP keeps apart."""
 
     def end_backward(self, cache: ParamGroupCache) -> None:
@@ -213,7 +217,7 @@ class AccumulationBefore215(Accumulation):
     def find_upcast(self, fsdp_params: Iterable[Any]) -> list[Any]:
         return []
 
-    def add_up(self, group: Any) -> None:
+    def add_up(self, group: FSDPParamGroup) -> None:
         with group._range("FSDP::post_backward_accumulate"):
             for fsdp_param in group.fsdp_params:
                 if fsdp_param.unsharded_accumulated_grad is not None:
@@ -264,7 +268,7 @@ def accumulate_empty_grads(
             accumulate_sharded_grad(fsdp_param, empty, stream)
 
 
-def reduce_late_grads(group: Any) -> None:
+def reduce_late_grads(group: FSDPParamGroup) -> None:
     """
     Reduces gradients that came after the group's post-backward. A later microbatch in an
     autocast region uses the casts that autocast has kept of an earlier one, and autograd
@@ -356,7 +360,7 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
                 output = moved if output is None else output + moved
         return output
 
-    def assign(self, group: Any, output: Tensor) -> None:
+    def assign(self, group: FSDPParamGroup, output: Tensor) -> None:
         """Makes ``output`` (1D) the only partial reduce. Raises if it fits no bucket."""
         fsdp_params, min_nbytes = group.fsdp_params, group._direct_memory.min_nbytes
         compute_dtypes = [

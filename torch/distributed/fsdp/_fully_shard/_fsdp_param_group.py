@@ -107,6 +107,11 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
     _param_group_index: int = 0
     _num_param_groups: int = 1
 
+    # Parameters that lose hooks, and whether of `register_hook`
+    _hooked: dict[FSDPParam, bool]
+    # As of `fully_shard`: what its modules have that is not sharded
+    _plain_places: set[tuple[nn.Module, str]]
+
     # State of the iteration #
     _training_state: TrainingState = TrainingState.IDLE
     _sharded_state: ShardedState = ShardedState.SHARDED

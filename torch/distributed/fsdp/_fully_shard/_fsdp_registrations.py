@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import torch.nn as nn
 from torch import Tensor
@@ -18,6 +18,10 @@ from ._fsdp_errors import check_param, listed, note_registered, note_sharding
 from ._fsdp_param import FSDPParam, ParamModuleInfo
 from ._fsdp_policies import resolve_all
 from ._fsdp_releases import IS_2_15
+
+
+if TYPE_CHECKING:
+    from ._fsdp_param_group import FSDPParamGroup
 
 
 def _get_param_module_infos(
@@ -39,14 +43,14 @@ def _get_param_module_infos(
 
 
 def shard_params(
-    group: Any, params: list[nn.Parameter], placement_fn: Callable | None
+    group: FSDPParamGroup, params: list[nn.Parameter], placement_fn: Callable | None
 ) -> list[FSDPParam]:
     infos = _get_param_module_infos(params, group.modules)
     names = get_param_names(infos, group.modules)
     # Users' overrides see parameters of which none is sharded yet
     policies = resolve_all(group.mp_policy or MixedPrecisionPolicy(), params, names)
     fsdp_params: list[FSDPParam] = []
-    group._hooked = {}  # parameters that lose hooks, and whether of `register_hook`
+    group._hooked = {}
     places = group.mesh_info, group.post_forward_mesh_info, group.device, placement_fn
     for param, info, name, policy in zip(params, infos, names, policies, strict=True):
         try:
@@ -75,7 +79,9 @@ def get_param_names(
     return [name.lstrip(".") for name in names]
 
 
-def fqns_of(group: Any, *fsdp_params: FSDPParam, with_class: bool = True) -> list[str]:
+def fqns_of(
+    group: FSDPParamGroup, *fsdp_params: FSDPParam, with_class: bool = True
+) -> list[str]:
     """Returns the names of some of a group's parameters, by default of all."""
     fsdp_params = fsdp_params or tuple(group.fsdp_params)
     fqns: list[Any] = [fsdp_param._param_fqn for fsdp_param in fsdp_params]
@@ -111,7 +117,7 @@ def register(places: Sequence[tuple], params: Sequence[nn.Parameter]) -> None:
             setattr(module, name, params[i])
 
 
-def watch_loads(group: Any) -> None:
+def watch_loads(group: FSDPParamGroup) -> None:
     """Resets each parameter after its module has loaded a state dict."""
     for fsdp_param in group.fsdp_params:
         fsdp_param._post_load_hook_handle.remove()
@@ -119,7 +125,7 @@ def watch_loads(group: Any) -> None:
         fsdp_param._post_load_hook_handle = add_hook(_make_reset(group, fsdp_param))
 
 
-def register_state_dict_hooks(group: Any) -> None:
+def register_state_dict_hooks(group: FSDPParamGroup) -> None:
     """Reshards before state dicts are saved and loaded, which hold shards."""
     save_handles = group._module_to_pre_save_state_dict_hook_handle
     load_handles = group._module_to_pre_load_state_dict_hook_handle
@@ -135,7 +141,7 @@ def register_state_dict_hooks(group: Any) -> None:
             load_handles[module] = module._register_load_state_dict_pre_hook(reshard)
 
 
-def reset_sharded_params(group: Any) -> None:
+def reset_sharded_params(group: FSDPParamGroup) -> None:
     for fsdp_param, fqn in zip(group.fsdp_params, fqns_of(group)):
         _make_reset(group, fsdp_param)()
         check_param(fsdp_param, fqn)
@@ -146,7 +152,7 @@ def reset_sharded_params(group: Any) -> None:
         _warn_of_late_params(group)
 
 
-def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
+def _make_reset(group: FSDPParamGroup, fsdp_param: FSDPParam) -> Callable[..., None]:
     """
     Returns a function that makes what users have loaded, replaced, cast or materialized
     the sharded parameter. It is a closure, because deepcopy of the user's module, whose
@@ -181,7 +187,7 @@ def _make_reset(group: Any, fsdp_param: FSDPParam) -> Callable[..., None]:
     return reset
 
 
-def keep_grad_dtypes(group: Any, *fsdp_params: FSDPParam) -> None:
+def keep_grad_dtypes(group: FSDPParamGroup, *fsdp_params: FSDPParam) -> None:
     """
     Restores a user's ``grad_dtype`` on a parameter that was loaded or cast since. If it
     is missing on the same local tensor, the user has unset it.
@@ -199,7 +205,7 @@ def keep_grad_dtypes(group: Any, *fsdp_params: FSDPParam) -> None:
             group._grad_dtypes[fsdp_param] = (shard, param.grad_dtype)
 
 
-def check_materialized(group: Any) -> None:
+def check_materialized(group: FSDPParamGroup) -> None:
     """Raises if parameters have no data yet, or not where they are offloaded to."""
     devices = [fsdp_param.sharded_param.device for fsdp_param in group.fsdp_params]
     named = [*zip(fqns_of(group), devices)]
@@ -217,7 +223,7 @@ def check_materialized(group: Any) -> None:
         )
 
 
-def _warn_of_lost_hooks(group: Any) -> None:
+def _warn_of_lost_hooks(group: FSDPParamGroup) -> None:
     lost: list[FSDPParam] = []
     for fsdp_param in group.fsdp_params:
         param, hooked = fsdp_param.sharded_param, group._hooked.get(fsdp_param)
@@ -234,7 +240,9 @@ def _warn_of_lost_hooks(group: Any) -> None:
         )
 
 
-def _find_plain_params(group: Any) -> dict[tuple[nn.Module, str], nn.Parameter]:
+def _find_plain_params(
+    group: FSDPParamGroup,
+) -> dict[tuple[nn.Module, str], nn.Parameter]:
     """Returns the parameters of a unit's modules that are not sharded, by their place."""
     from ._fsdp_init import _get_managed_modules as find  # a cycle
 
@@ -247,7 +255,7 @@ def _find_plain_params(group: Any) -> dict[tuple[nn.Module, str], nn.Parameter]:
     }
 
 
-def _warn_of_late_params(group: Any) -> None:
+def _warn_of_late_params(group: FSDPParamGroup) -> None:
     late = [
         ParamModuleInfo(*place)
         for place, param in _find_plain_params(group).items()
@@ -264,7 +272,7 @@ def _warn_of_late_params(group: Any) -> None:
         )
 
 
-def warn_if_stale(group: Any) -> None:
+def warn_if_stale(group: FSDPParamGroup) -> None:
     """Warns if a unit computes with other values than its shards have by now."""
     fsdp_param = group._cache.find_written()
     if fsdp_param is None or not group._can_gather_directly():  # else it may round

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,10 @@ from ._fsdp_api import AllGather, MixedPrecisionPolicy, OffloadPolicy, ReduceSca
 from ._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 from ._fsdp_layout import dtypes_of, ReduceBucketCap
 from ._fsdp_registrations import fqns_of, groups_of
+
+
+if TYPE_CHECKING:
+    from ._fsdp_param_group import FSDPParamGroup
 
 
 def set_backward_prefetch(
@@ -145,7 +149,7 @@ class OnSet:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __set__(self, group: Any, value: Any) -> None:
+    def __set__(self, group: FSDPParamGroup, value: Any) -> None:
         self._on_set(group, value)
         vars(group)[self._name] = value
 
@@ -155,23 +159,25 @@ def _is_number(value: Any) -> bool:
     return is_scalar or isinstance(value, numbers.Real)
 
 
-def _refuse(error: type, group: Any, setter: str, value: Any, fix: str) -> NoReturn:
+def _refuse(
+    error: type, group: FSDPParamGroup, setter: str, value: Any, fix: str
+) -> NoReturn:
     raise error(f"{setter} of unit '{group._unit_name}' got {value!r}: pass {fix}")
 
 
-def check_policies(group: Any, mp_policy: Any, offload: Any = None) -> None:
+def check_policies(group: FSDPParamGroup, mp_policy: Any, offload: Any = None) -> None:
     if not isinstance(offload, OffloadPolicy | None):  # None: no offload, as always
         _refuse(TypeError, group, "offload_policy", offload, "CPUOffloadPolicy()")
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         _refuse(TypeError, group, "mp_policy", mp_policy, "a MixedPrecisionPolicy")
 
 
-def note_deferral(group: Any, all_reduce_grads: bool) -> None:
+def note_deferral(group: FSDPParamGroup, all_reduce_grads: bool) -> None:
     defers = group.reduce_grads and not all_reduce_grads
     group._has_deferred |= defers and isinstance(group.mesh_info, DDPMeshInfo)
 
 
-def check_divide_factor(group: Any, factor: Any) -> None:
+def check_divide_factor(group: FSDPParamGroup, factor: Any) -> None:
     is_number = _is_number(factor)
     if factor is not None and not (is_number and math.isfinite(factor) and factor != 0):
         error = ValueError if is_number else TypeError
@@ -179,7 +185,9 @@ def check_divide_factor(group: Any, factor: Any) -> None:
         _refuse(error, group, "set_gradient_divide_factor", factor, fix)
 
 
-def _check_comm(group: Any, setter: str, comm: Any, cls: type, other: type) -> None:
+def _check_comm(
+    group: FSDPParamGroup, setter: str, comm: Any, cls: type, other: type
+) -> None:
     """Raises if a comm lacks the methods, or is of the other collective alone."""
     is_object = callable(comm) and not isinstance(comm, type)
     has_methods = is_object and callable(getattr(comm, "allocate", None))
@@ -188,11 +196,11 @@ def _check_comm(group: Any, setter: str, comm: Any, cls: type, other: type) -> N
         _refuse(TypeError, group, setter, comm, fix)
 
 
-def check_all_gather_comm(group: Any, comm: Any) -> None:
+def check_all_gather_comm(group: FSDPParamGroup, comm: Any) -> None:
     _check_comm(group, "set_custom_all_gather", comm, AllGather, ReduceScatter)
 
 
-def check_reduce_scatter_comm(group: Any, comm: Any) -> None:
+def check_reduce_scatter_comm(group: FSDPParamGroup, comm: Any) -> None:
     _check_comm(group, "set_custom_reduce_scatter", comm, ReduceScatter, AllGather)
     check_can_exchange(group, type(comm))
     is_fresh = group._has_fresh_buffers = comms.allocates_anew(comm)
@@ -200,7 +208,7 @@ def check_reduce_scatter_comm(group: Any, comm: Any) -> None:
     group._holds_one_input = not is_fresh or isinstance(comm, comms.SymmMemAllocMixin)
 
 
-def check_can_exchange(group: Any, cls: type) -> None:
+def check_can_exchange(group: FSDPParamGroup, cls: type) -> None:
     """Raises if a reduce-scatter cannot send what the parameters' policies ask for."""
     for fsdp_param in () if getattr(cls, "exchange", None) else group.fsdp_params:
         if (dtype := dtypes_of(fsdp_param).comm) is not None:
@@ -212,7 +220,7 @@ def check_can_exchange(group: Any, cls: type) -> None:
             )
 
 
-def check_no_custom_comm(group: Any, setter: str, *allowed: type) -> None:
+def check_no_custom_comm(group: FSDPParamGroup, setter: str, *allowed: type) -> None:
     """Raises if users have set a comm that is neither a default one nor of these."""
     allowed += comms.DefaultAllGather, comms.DefaultReduceScatter
     for comm in (group._all_gather_comm, group._reduce_scatter_comm):

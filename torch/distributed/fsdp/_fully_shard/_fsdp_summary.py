@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import groupby
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.nn as nn
@@ -21,6 +21,10 @@ from ._fsdp_param_cache import GatherPlan, has_extension
 from ._fsdp_policies import resolve_all, tables_of
 from ._fsdp_registrations import get_param_names, groups_of
 from ._fsdp_scaling import get_divide_factors, Scaling
+
+
+if TYPE_CHECKING:
+    from ._fsdp_param_group import FSDPParamGroup
 
 
 # Not the logger of steps, so that users can turn off tables alone
@@ -102,14 +106,14 @@ def layout_summary(module: nn.Module) -> LayoutSummary:
     return LayoutSummary(tuple(rows))
 
 
-def log_layout(group: Any) -> None:
+def log_layout(group: FSDPParamGroup) -> None:
     """Logs the table of one unit if its logger is on."""
     if _logger.isEnabledFor(logging.DEBUG):
         rows = _rows_of(group, group._module_fqn or "(root)", group.fsdp_params)
         _logger.debug("%s", LayoutSummary(tuple(rows)))
 
 
-def _resolve_policies(group: Any, module: nn.Module) -> list[Any]:
+def _resolve_policies(group: FSDPParamGroup, module: nn.Module) -> list[Any]:
     """Returns parameters with their policies, None where these are not known yet."""
     policy, are_named = group._resolved_policy
     if (is_same_policy := group.mp_policy is policy) and are_named:
@@ -128,7 +132,9 @@ def _resolve_policies(group: Any, module: nn.Module) -> list[Any]:
     return copies
 
 
-def _rows_of(group: Any, unit: str, params: Sequence[FSDPParam]) -> list[LayoutRow]:
+def _rows_of(
+    group: FSDPParamGroup, unit: str, params: Sequence[FSDPParam]
+) -> list[LayoutRow]:
     world_size, replicas = (g.size() if g else 1 for g in group._reduce_groups())
     names = get_param_names([p._module_info for p in params], group.modules)
     plan = _get_plan(group, params) if world_size > 1 else None
@@ -160,7 +166,7 @@ def _join(row: LayoutRow, other: LayoutRow) -> LayoutRow:
     return replace(row, **sums)
 
 
-def _get_plan(group: Any, params: Sequence[FSDPParam]) -> GatherPlan | None:
+def _get_plan(group: FSDPParamGroup, params: Sequence[FSDPParam]) -> GatherPlan | None:
     """Returns the gather's plan, None if only the first gather of an extension shows it."""
     if any(p.mp_policy is None or has_extension(p) for p in params):
         return group._cache.plans.get(ShardedState.SHARDED)
@@ -171,7 +177,9 @@ def _get_plan(group: Any, params: Sequence[FSDPParam]) -> GatherPlan | None:
     return GatherPlan(params, dtypes, [None] * len(params), numels, None, min_nbytes)
 
 
-def _with_dtypes(row: LayoutRow, group: Any, fsdp_param: FSDPParam) -> LayoutRow:
+def _with_dtypes(
+    row: LayoutRow, group: FSDPParamGroup, fsdp_param: FSDPParam
+) -> LayoutRow:
     """Returns the row of a parameter with its dtypes, and how its gradient is divided."""
     stored = tuple(dict.fromkeys(_inner_dtypes(fsdp_param._sharded_local_tensor)))
     row = replace(row, numel=fsdp_param._orig_size.numel(), stored_dtypes=stored)
