@@ -340,7 +340,9 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         parts = type(self._all_gather_comm), copy_out
         if parts != (comms.DefaultAllGather, _COPY_OUT) or self._use_post_forward_mesh:
             return False
-        params: list[Any] = self.fsdp_params if releases.IS_2_15 else []
+        params: list[Any] = (
+            self.fsdp_params if releases.RELEASE.may_keep_storage else []
+        )
         return not any(p.keep_unsharded_storage for p in params)
 
     @releases.not_type_checked

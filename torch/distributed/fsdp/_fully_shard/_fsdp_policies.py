@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 
 from . import _fsdp_api
-from ._fsdp_releases import IS_2_15
+from ._fsdp_releases import RELEASE
 
 
 # The fields that f"{name}_override_fn" may set for each parameter
@@ -221,7 +221,7 @@ def _check_can_train(policy: Any, override: Any, param: nn.Parameter, fqn: str) 
     reduce_dtype = policy.reduce_dtype
     comm_dtype = getattr(policy, "grad_comm_dtype", None)  # not in the release's class
     if reduce_dtype is None and override is not None:
-        reduce_dtype = (param.grad_dtype if IS_2_15 else None) or override
+        reduce_dtype = RELEASE.default_reduce_dtype(param) or override
     dtypes = {"reduce_dtype": reduce_dtype, "grad_comm_dtype": comm_dtype}
     for name, dtype in dtypes.items():
         # Real gradients may be summed in a complex dtype

@@ -17,7 +17,7 @@ from ._fsdp_api import CPUOffloadPolicy, MixedPrecisionPolicy
 from ._fsdp_errors import check_param, listed, note_registered, note_sharding
 from ._fsdp_param import FSDPParam, ParamModuleInfo
 from ._fsdp_policies import resolve_all
-from ._fsdp_releases import IS_2_15
+from ._fsdp_releases import RELEASE
 
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def shard_params(
         except Exception as error:
             note_sharding(error, param, f"{name} of unit '{group._unit_name}'")
             raise
-        if not IS_2_15 and param.grad_dtype != param.dtype:
+        if not RELEASE.keeps_grad_dtypes and param.grad_dtype != param.dtype:
             fsdp_param.sharded_param.grad_dtype = param.grad_dtype
         if param._backward_hooks or param._post_accumulate_grad_hooks:
             group._hooked[fsdp_param] = bool(param._backward_hooks)
@@ -192,8 +192,8 @@ def keep_grad_dtypes(group: FSDPParamGroup, *fsdp_params: FSDPParam) -> None:
     Restores a user's ``grad_dtype`` on a parameter that was loaded or cast since. If it
     is missing on the same local tensor, the user has unset it.
     """
-    if IS_2_15:
-        return  # the release does so itself
+    if RELEASE.keeps_grad_dtypes:
+        return
     for fsdp_param in fsdp_params or group.fsdp_params:
         param: Any = fsdp_param.sharded_param
         if not (param.is_leaf and isinstance(param, DTensor)):

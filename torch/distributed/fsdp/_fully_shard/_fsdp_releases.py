@@ -49,6 +49,7 @@ class RELEASE:
     """
 
     accumulates_by_autograd = IS_2_15
+    keeps_grad_dtypes = IS_2_15  # on parameters that are sharded, loaded or cast
     may_keep_storage = IS_2_15  # whether unsharded memory may outlive reshard
     # Copies gradients in. In 2.15 it is in C++, and on CUDA casts between bf16 and fp32
     chunk_cat = "chunk_cat_mixed_dtype" if IS_2_15 else "chunk_cat"
