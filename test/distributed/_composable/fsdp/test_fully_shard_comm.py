@@ -2,7 +2,7 @@
 """
 How many collectives a step of a mixed unit issues, in which order, and how many bytes
 they carry. Whether their results are right is in ``test_fully_shard_parity.py`` and
-``test_fully_shard_schedules.py``, but for complex parameters, which the release gets wrong
+``test_fully_shard_random.py``, but for complex parameters, which the release gets wrong
 or refuses.
 """
 

@@ -2,7 +2,7 @@
 """
 Gradients of mixed dtypes over shards and replicas: what is all-reduced, what waits for
 a later microbatch, and how long buffers live. Random schedules, meshes and policies are
-in ``test_fully_shard_schedules.py``, all-reduce hooks in ``test_fully_shard_parity.py``.
+in ``test_fully_shard_random.py``, all-reduce hooks in ``test_fully_shard_parity.py``.
 """
 
 import contextlib

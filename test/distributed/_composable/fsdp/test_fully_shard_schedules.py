@@ -1,11 +1,10 @@
 # Owner(s): ["oncall: distributed"]
 """
 Random schedules of training steps: a unit of one dtype has the bits, the collectives
-and the warnings of the release in each of them (``fsdp_helpers/random/beside_release.py``,
-under both torches), and one of several the exact gradients (``exact.py``).
-``FSDP_RANDOM_CASES`` and ``FSDP_RANDOM_SEED`` choose another run than the one that is the
-same every time. And many steps of one schedule leave nothing behind:
-``FSDP_GROWTH_STEPS`` chooses a longer run.
+and the warnings of the release in each of them.
+
+What is run is in ``fsdp_helpers/random/beside_release.py``, under both torches. And many
+steps of one schedule leave nothing behind: ``FSDP_GROWTH_STEPS`` chooses a longer run.
 
 [Note: What may be compared]
 Ranks may compare what they are about to do, with gathers of a few bytes, in the first
@@ -19,18 +18,15 @@ import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
-from hypothesis import given, HealthCheck, Phase, seed, settings, strategies
 
-from fsdp_helpers.common import utils
 from fsdp_helpers.common.scenario_test import ScenarioTest
+from fsdp_helpers.common.utils import FakeGroupTest
 from fsdp_helpers.random.beside_release import CASES, draw
 from fsdp_helpers.random.cases import (
     BF16,
     Case,
-    draw_case,
     FP16,
     FP32,
     Microbatch,
@@ -39,15 +35,12 @@ from fsdp_helpers.random.cases import (
     shard_model,
     Step,
 )
-from fsdp_helpers.random.exact import check_case
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp._fully_shard import _fsdp_layout as layouts
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
-from torch.testing._internal.common_utils import parametrize, run_tests, TestCase
+from torch.testing._internal.common_utils import parametrize, run_tests
 
 
 pytestmark = pytest.mark.timeout(600)
@@ -121,50 +114,6 @@ class TestSchedules(ScenarioTest):
                 self.assertLessEqual(compared, 2 * fresh[i], place)
 
 
-# Units of several dtypes #
-
-# Else no parameter here would be copied in pieces
-in_pieces = mock.patch.object(layouts, "_MIN_PIECE_NBYTES", 0)
-DEFAULT_CASES = 300 if os.environ.get("CI") else 50
-MIXED_CASES = int(os.environ.get("FSDP_RANDOM_CASES", DEFAULT_CASES))
-SEED = int(os.environ.get("FSDP_RANDOM_SEED", "0"))
-
-
-def on_cases(count: int, *ranks: int, **kwargs: Any) -> Any:
-    """Runs a test on so many cases, each for one of these numbers of ranks."""
-    cases = strategies.randoms(use_true_random=False).map(
-        lambda rng: draw_case(rng, ranks)
-    )
-    chosen = settings(
-        max_examples=max(count, 1),
-        deadline=None,
-        database=None,
-        suppress_health_check=[*HealthCheck],
-        **kwargs,
-    )
-    return lambda test: seed(SEED)(chosen(given(cases)(test)))
-
-
-@utils.on_first_rank
-class TestMixedOfThreads(TestCase):
-    @in_pieces
-    @on_cases(MIXED_CASES, 1, 2, 3, 4, 8)
-    def test_random_case_has_the_exact_gradients(self, case: Case):
-        @spawn_threads_and_init_comms(world_size=case.ranks)
-        def run(self: TestCase) -> None:
-            check_case(case, "cpu")
-
-        run(self)
-
-
-class TestMixedOfProcesses(utils.FSDPProcessTest):
-    # Without shrinking, so that all ranks draw the same cases
-    @in_pieces
-    @on_cases(MIXED_CASES // 5, utils.WORLD_SIZE, phases=[Phase.generate])
-    def test_random_case_has_the_exact_gradients(self, case: Case):
-        check_case(case, utils.DEVICE_TYPE)
-
-
 # Many steps of one schedule #
 
 WARM_UP = 20
@@ -233,7 +182,7 @@ def run_mode(case: Case, steps: int) -> list[dict[str, int]]:
     return [*found, living()]
 
 
-class TestGrowth(utils.FakeGroupTest):
+class TestGrowth(FakeGroupTest):
     """Many steps on one of eight ranks: a model that is gone takes all with it."""
 
     # Less than one for each of the fewest steps. Other threads of this process may
