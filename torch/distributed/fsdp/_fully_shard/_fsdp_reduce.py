@@ -13,10 +13,9 @@ an all-reduce or a hook the third runs in that of the reduce-scatter.
 tensor             allocated in    last used in       referenced by, until
 =================  ==============  =================  ==============================
 gradients          compute         compute            ``BucketGrads``, the copy-in
-reduction's input  compute         reduce-scatter     ``ReduceScatterState``,
-                                                      ``reduce_scatter_event``
+reduction's input  compute         reduce-scatter     a ``Handoff``, its event
 received rows      reduce-scatter  reduce-scatter     ``Exchanged``, their sum
-reduced shard      reduce-scatter  all-reduce         ``HeldAllReduces``, its event
+reduced shard      reduce-scatter  all-reduce         a ``Handoff``, its event
 partial reduce     reduce-scatter  reduce-scatter     ``PartialReduces``, the next sum
 cast gradients     all-reduce      the optimizer's    sharded parameters
 =================  ==============  =================  ==============================
