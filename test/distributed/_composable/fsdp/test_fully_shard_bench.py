@@ -81,7 +81,7 @@ class TestCounts(utils.DeviceFreeTest):
     def test_counts_of_bench_are_as_expected(self) -> None:
         peak = "peak KiB of a rank"
         for key, row in self.rows.items():
-            # On 2.15 one unit for each dtype needs less, see docs/guide.md
+            # On 2.15 one unit for each dtype needs less, see README.md
             if not (IS_2_15 and key[1:] == (peak, PER_DTYPE)):
                 self.assertNotEqual(row["is_met"], False, key)
         self.assertIn(PER_DTYPE, self.table)
