@@ -45,9 +45,9 @@ class AllGatherState(NamedTuple):
 
 class Handoff(NamedTuple):
     """
-    Buffers that reductions of one post-backward use in other streams than those that
-    allocated them, and that the context holds until then. Who drops them first calls
-    :meth:`release`, but at the end of backward, which waits for all reductions.
+    Buffers that the reductions of one post-backward use in other streams than those that
+    allocated them. The context holds it, so that no other tensor gets their memory. Call
+    :meth:`release` before it is dropped, but at the end of backward, which waits anyway.
     """
 
     buffers: tuple[torch.Tensor, ...]
