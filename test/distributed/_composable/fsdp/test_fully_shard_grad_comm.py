@@ -196,7 +196,7 @@ class TestKernel(utils.ParametrizedTest):
                 rows = self.rows(count, 40, FP32)
                 expected = add([*rows.clone()])
                 # In place of the first row, as between replicas
-                self.assertTrue(tree._add_by_kernel(rows, rows[0], None))
+                self.assertTrue(tree._add_by_kernel(rows, rows[0]))
                 self.assert_same(rows[0], expected)
         for sent, added in ((FP32, FP32), (BF16, FP32), (FP16, FP32), (BF16, BF16)):
             for numel in (0, 1, 2049):  # the last one takes three blocks
@@ -255,11 +255,11 @@ class TestAroundKernel(utils.ParametrizedTest):
         rows = torch.ones(2, 3)
         with mock.patch.dict(sys.modules, {KERNELS: asked}):
             with mock.patch.object(tree, "_KERNEL_DEVICE_TYPE", "xpu"):
-                self.assertFalse(tree._add_by_kernel(rows, rows[0], None))
+                self.assertFalse(tree._add_by_kernel(rows, rows[0]))
             with mock.patch.object(tree, "_KERNEL_DEVICE_TYPE", "cpu"):
-                self.assertFalse(tree._add_by_kernel(rows.double(), rows[0], None))
+                self.assertFalse(tree._add_by_kernel(rows.double(), rows[0]))
                 with CommDebugMode():
-                    self.assertFalse(tree._add_by_kernel(rows, rows[0], None))
+                    self.assertFalse(tree._add_by_kernel(rows, rows[0]))
         self.assertTrue(tree._has_kernel)
 
 

@@ -18,7 +18,6 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch.distributed.distributed_c10d import ReduceOp
 from torch.nn.functional import pad
@@ -126,15 +125,17 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
         return group.name()
 
 
-def _div_if_needed(tensor: Tensor, div_factor: float | None) -> None:
+def _div_if_needed(tensor: torch.Tensor, div_factor: float | None) -> None:
     if div_factor not in (None, 1):
         tensor.div_(div_factor)
 
 
-def add_in_tree(rows: Tensor, output: Tensor, divisor: float | None = None) -> None:
+def add_in_tree(
+    rows: torch.Tensor, output: torch.Tensor, divisor: float | None = None
+) -> None:
     """
     Writes the sum of ``rows``, see [Note: One tree for every mesh], to ``output`` (1D),
-    divided. May overwrite ``rows``. The output may be the first of them.
+    divided. May overwrite ``rows``.
     """
     if _add_by_kernel(rows, output, divisor):
         return
@@ -142,21 +143,22 @@ def add_in_tree(rows: Tensor, output: Tensor, divisor: float | None = None) -> N
     for piece, target in zip(rows.split(numel, dim=1), output.split(numel)):
         # Only every other row is cast, and its neighbour added uncast
         sums, neighbours = piece[0::2].to(output.dtype), piece[1::2]
-        while neighbours.size(0) > 0:
-            sums[: neighbours.size(0)].add_(neighbours)
-            sums, neighbours = sums[0::2], sums[1::2]
+        sums[: neighbours.size(0)].add_(neighbours)
+        _add_up(sums)
         target.copy_(sums[0])
     _div_if_needed(output, divisor)
 
 
-def _add_by_kernel(rows: Tensor, output: Tensor, divisor: float | None) -> bool:
+def _add_by_kernel(
+    rows: torch.Tensor, output: torch.Tensor, divisor: float | None = None
+) -> bool:
     """Adds rows by one kernel with the operators' bits. Returns whether it did."""
     global _has_kernel
-    if not _has_kernel or rows.device.type != _KERNEL_DEVICE_TYPE:
-        return False
+    device_type, dtypes = rows.device.type, {rows.dtype, output.dtype}
     # Dispatch modes (fake tensors, the sanitizer of CUDA streams) see only operators
-    has_dtypes = {rows.dtype, output.dtype} <= _KERNEL_DTYPES
-    if not has_dtypes or _len_torch_dispatch_stack() > 0:
+    if not _has_kernel or device_type != _KERNEL_DEVICE_TYPE:
+        return False
+    if _len_torch_dispatch_stack() > 0 or not dtypes <= _KERNEL_DTYPES:
         return False
     try:
         from ._fsdp_triton import add_rows
@@ -176,11 +178,19 @@ def _add_by_kernel(rows: Tensor, output: Tensor, divisor: float | None) -> bool:
     return _has_kernel
 
 
-def _piece_numel(tensor: Tensor) -> int:
+def _piece_numel(tensor: torch.Tensor) -> int:
     return max(-(-tensor.numel() // _MAX_PIECES), _MIN_PIECE_NBYTES // tensor.itemsize)
 
 
-def all_reduce_in_tree(tensor: Tensor, group: dist.ProcessGroup) -> None:
+def _add_up(rows: torch.Tensor) -> None:
+    """Adds all rows to the first one, in place."""
+    count, step = rows.size(0), 1
+    while step < count:
+        rows[0 : count - step : 2 * step].add_(rows[step :: 2 * step])
+        step *= 2
+
+
+def all_reduce_in_tree(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """
     Sums ``tensor`` (1D) in place: each rank sums a part of each piece, which all gather.
     Needs the memory of a piece, and of another for the last one if it must be padded.
@@ -197,7 +207,8 @@ def all_reduce_in_tree(tensor: Tensor, group: dist.ProcessGroup) -> None:
         received = torch.empty_like(padded)
         dist.all_to_all_single(received, padded, group=group)
         rows = received.view(world_size, padded.numel() // world_size)
-        add_in_tree(rows, rows[0])
+        if not _add_by_kernel(rows, rows[0]):
+            _add_up(rows)
         dist.all_gather_single(padded, rows[0], group=group)
         if padded is not piece:
             piece.copy_(padded[: piece.numel()])
