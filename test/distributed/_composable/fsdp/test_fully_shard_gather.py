@@ -92,6 +92,7 @@ class TestAllGather(ThreadTest):
         local.fsdp_post_all_gather = None
         extended._init_extensions()
         unit._cache = ParamGroupCache(unit.fsdp_params)  # as lazy init does
+        self.assertTrue(unit._cache._has_extensions)  # also if a plugin gathers
         group = unit.mesh_info.shard_process_group
         for dtypes, numel in (((FP8, FP64), 4), ((FP8,), 2), ((FP64, FP8), 2)):
             inputs[:] = [

@@ -307,6 +307,18 @@ class TestBuffers(utils.FakeGroupTest):
             found = [held.nbytes for held in context.all_reduce_states]
             self.assertEqual(found, [*sizes[-kept:]])
 
+    def test_a_unit_drops_its_last_buffer_before_it_reduces_again(self) -> None:
+        """Also where events are None, as on a CPU."""
+        mesh = comms.mesh_of(2, 2, device="cpu")
+        model: Any = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2)))
+        for unit in (*model, model):
+            fully_shard(unit, mesh=mesh)
+        model.set_is_last_backward(False)
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            held = comms.group_of(model[0]).comm_ctx.all_reduce_states
+            self.assertEqual(len(held), 2)
+
     def test_inputs_of_one_module_are_held_in_any_order_of_its_groups(self) -> None:
         """It has one for each mesh, and autograd may run them in any order."""
 

@@ -93,6 +93,10 @@ def evaluate(model: Any) -> None:
         model(torch.ones(1, DIM))
 
 
+def unshard(model: Any) -> None:
+    model.unshard()
+
+
 def in_all_units(name: str) -> Callable[[Any], None]:
     return lambda model: [getattr(unit, name)() for unit in (model, *model[:2])]
 
@@ -314,7 +318,7 @@ class TestStale(FakeGroupTest):
 
     @parametrize("name", CASES)
     @parametrize("ranks", [1, 2])
-    @parametrize("run", [train, evaluate])
+    @parametrize("run", [train, evaluate, unshard])
     def test_late_write_to_shards_is_warned_of(
         self, name: str, ranks: int, run: Callable
     ) -> None:

@@ -277,6 +277,16 @@ class TestResolve(DeviceFreeTest):
                 else:
                     self.assertEqual(resolve(policy, trained), (computes, None))
 
+    def test_names_that_are_known_later_change_nothing_of_integers(self) -> None:
+        model = nn.ParameterDict({"w": param(), "q": param(torch.uint8)})
+        policy = by_name(model, {"w": {"param_dtype": BF16}}, grad_comm_dtype=BF16)
+        nothing = {"reduce_dtype_override_fn": lambda param: None}
+        policy = dataclasses.replace(policy, **nothing)
+        params = [*model.values()], [*model]
+        resolved = policies.resolve_all(policy, *params)
+        again = policies.resolve_all(policy, *params, True, resolved)
+        self.assertEqual(again, resolved)
+
 
 class TestByName(DeviceFreeTest):
     def test_patterns_set_what_they_name_and_leave_the_rest(self) -> None:

@@ -182,8 +182,8 @@ class ParamGroupCache:
     ):
         self.fsdp_params: list[Any] = [*fsdp_params]
         self.direct_memory = memory or DirectMemory()
-        self._local_classes: list[type] = []
-        self._has_extensions = False  # as long as nothing has been gathered
+        self._local_classes = [*map(type, map(_get_local_tensor, self.fsdp_params))]
+        self._has_extensions = any(map(has_extension, self.fsdp_params))
         sizes = [p._orig_size for p in self.fsdp_params]
         self.has_empty_params = 0 in [*map(torch.Size.numel, sizes)]
         self._places = registrations.places_of(self.fsdp_params)

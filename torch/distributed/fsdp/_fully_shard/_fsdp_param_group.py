@@ -185,6 +185,8 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
             registrations.reset_sharded_params(self)
             self._cache = ParamGroupCache(self.fsdp_params, self._direct_memory)
             self._reset_sharded_params = by_root
+        if self._cache.watched and self.is_unsharded:  # users unshard it
+            registrations.warn_if_stale(self)
         self._validate_reduce_scatter_max_input_buffers()
         self._init_dtypes()
         self._register_state_dict_hooks()
@@ -192,7 +194,8 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
     def _init_dtypes(self) -> None:
         """Reads dtypes, and the policy, which may be new or have got final names."""
         cache, is_replaced = self._get_cache(), self._plugin_sets_dtypes
-        is_resolved = self._resolved_policy == (self.mp_policy, True)
+        policy, are_named = self._resolved_policy
+        is_resolved = self.mp_policy is policy and are_named
         has_changed = cache.noted_facts != cache.get_facts()
         if not has_changed and is_resolved and not is_replaced:
             return
@@ -201,7 +204,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         if not is_resolved:
             settings.check_policies(self, self.mp_policy)
             params = [fsdp_param.sharded_param for fsdp_param in self.fsdp_params]
-            is_same = self.mp_policy is self._resolved_policy[0]
+            is_same = self.mp_policy is policy
             earlier = [p.mp_policy for p in self.fsdp_params] if is_same else []
             named = fqns_of(self, with_class=False), self._module_fqn is not None
             policies = resolve_all(self.mp_policy, params, *named, earlier)
@@ -529,9 +532,9 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
 
     def _wait_for_post_backward(self) -> None:
         """Lets compute wait for the group's last reduction, if none has done so."""
-        if (event := self._post_reduce_event) is not None:
-            self._post_reduce_event = None
-            self.comm_ctx.wait_current_stream(event)
+        self.comm_ctx.wait_current_stream(self._post_reduce_event)
+        self._post_reduce_event = None
+        if self.comm_ctx.all_reduce_states:
             self.comm_ctx.drop_all_reduces(self)
 
     def finalize_backward(self):
@@ -551,7 +554,6 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         """Waits for all that is in flight, drops it and all gradients, and reshards."""
         self._drop_iteration_state()
         self._wait_for_post_backward()
-        self.comm_ctx.drop_all_reduces(self)  # also of a reduction that has failed
         self._partial_reduces.clear()
         self.comm_ctx.joined_reductions.clear()
         accumulation.drop_grads(self._get_cache())
@@ -651,7 +653,8 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
     # Labels #
     @property
     def _unit_name(self) -> str:
-        return self._module_fqn or type(self.modules[0]).__name__  # "" of the root
+        # The fqn of the root is ""
+        return self._module_fqn or " and ".join(type(m).__name__ for m in self.modules)
 
     def _log(self, name: str) -> None:
         if logger.isEnabledFor(logging.DEBUG):

@@ -141,7 +141,9 @@ def resolve(
         if isinstance(override_fn, DtypeByName):
             dtype = override_fn.look_up(fqn, is_whole)
         elif earlier is not None:
-            dtype = getattr(earlier, name)
+            if (dtype := getattr(earlier, name)) != getattr(policy, name):
+                changes[name] = dtype
+            continue
         else:
             try:
                 dtype = override_fn(param)
@@ -150,7 +152,7 @@ def resolve(
                 cls = ValueError if isinstance(error, ValueError) else RuntimeError
                 message = f"{name}_override_fn failed for parameter {fqn}: {error!r}"
                 raise cls(message) from error
-        if dtype not in (None, getattr(policy, name)):
+        if dtype is not None:
             _check_override(name, dtype, param, fqn)
             changes[name] = dtype
     resolved = replace(policy, **changes) if changes else policy

@@ -70,8 +70,9 @@ def set_reduce_bucket_cap(
     Until then gradients stay in memory, sharded ones are not set, and no
     post-accumulate-grad hooks run. With more than two ranks, sums may round differently
     (not with ``grad_comm_dtype``). Units that differ in process groups, divide factors or
-    dtypes are not joined. Those with a custom reduce-scatter, an all-reduce hook, memory
-    from the process group or symmetric memory, or deferred all-reduces, never wait.
+    dtypes are not joined. Those with a custom reduce-scatter or copy-in, an all-reduce
+    hook, memory from the process group or symmetric memory, or deferred all-reduces,
+    never wait.
 
     Args:
         module (nn.Module): A module with units in it.
