@@ -1,9 +1,6 @@
 #!/usr/bin/env bash
-# One expects Adafactor's update not to depend on the scale of gradients, in any dtype. Its
-# default floor under the second moment is the square of the *parameter dtype's* eps: in
-# bf16, gradients below 0.0078 are not normalized. At 1e-4, a usual size, a bf16 parameter
-# gets an update 78 times smaller than an fp32 one beside it. torch 2.13.0, 2.15.0.
-# Do: eps=(1e-30, 1e-3) for bf16 parameters, or store them in fp32.
+# The default floor under Adafactor's second moment is the square of the *parameter dtype's*
+# eps: bf16 gradients below 0.0078 are not normalized. Or store such parameters in fp32.
 . "$(dirname "$0")/common.sh"
 python - <<'END'
 import torch

@@ -1,9 +1,6 @@
 #!/usr/bin/env bash
-# One expects AveragedModel to follow the model. In bf16 its average stays exactly where it
-# began: with a decay of 0.999 each update is below half of the spacing of bf16 numbers, and
-# so is the plain mean's after some hundred models. Nothing warns. An fp32 copy as the
-# average raises, as lerp takes one dtype, unless avg_fn casts. torch 2.13.0, 2.15.0.
-# Do: AveragedModel(copy.deepcopy(model).float(), avg_fn=...) as below.
+# With a decay of 0.999 each update is below half of the spacing of bf16 numbers, and so is
+# the plain mean's after some hundred models. lerp takes one dtype, unless avg_fn casts.
 . "$(dirname "$0")/common.sh"
 python - <<'END'
 import copy

@@ -1,9 +1,5 @@
 #!/usr/bin/env bash
-# One expects `x.bfloat16().float()` to round, compiled or not. But inductor removes such
-# pairs of casts: what was lost by rounding, `x - x.bfloat16().float()`, is exactly 0, so a
-# bf16 pair (high and low part), Kahan sums of bf16 parameters, error feedback and fake
-# quantization silently do nothing. Needs a C++ compiler. torch 2.13.0, 2.15.0.
-# Do: torch._inductor.config.emulate_precision_casts = True, or leave that code eager.
+# What was lost by rounding, `x - x.bfloat16().float()`, is exactly 0. Needs a C++ compiler.
 . "$(dirname "$0")/common.sh"
 python - <<'END'
 import torch

@@ -1,9 +1,5 @@
 #!/usr/bin/env bash
-# One expects torch.distributed.checkpoint to refuse a tensor of another kind than the one
-# saved, as it refuses another shape. It copies whatever the dtypes are, without a warning:
-# fp32 into bf16, complex into real (the imaginary part is lost), 2.5 into an integer (2)
-# or into bool, and 2**24 + 1 into fp32 (2**24). torch 2.13.0, 2.15.0.
-# Do: compare dtypes with FileSystemReader(path).read_metadata() before loading.
+# It copies whatever the dtypes are, without a warning, but refuses another shape.
 . "$(dirname "$0")/common.sh"
 python - <<'END'
 import tempfile

@@ -1,10 +1,6 @@
 #!/usr/bin/env bash
-# One expects a step that raises to have changed nothing. With an fp32 gradient of a bf16
-# parameter AdamW raises only after it has decayed the weight and counted the step: three
-# caught failures at decay 0.5 and lr 0.1 leave 0.855 of 1.0, step 3. Adam, NAdam, RAdam,
-# Adamax and fused AdamW only count; SGD, RMSprop, Adagrad, Adadelta, ASGD, Rprop,
-# Adafactor and Muon take such gradients, fused SGD and Adagrad raise. torch 2.13.0, 2.15.0.
-# Do: after such an error load the last checkpoint.
+# AdamW raises only after it has decayed the weight and counted the step; others of the first
+# list only count. Those of the second take such gradients; fused SGD and Adagrad raise.
 . "$(dirname "$0")/common.sh"
 python - <<'END'
 import torch

@@ -1,9 +1,5 @@
 #!/usr/bin/env bash
-# One expects HuggingFaceStorageWriter with consolidation to write what it is given, or to
-# raise. It writes a 0-dim tensor (a logit_scale) as 0.0 without a word, complex64 so that
-# safetensors cannot read the file, and at an integer or bool entry (a counter, a mask) it
-# raises a CheckpointException, which is a BaseException: `except Exception` misses it.
-# torch 2.13.0, 2.15.0. Do: full tensors, and safetensors' save_file, on one rank.
+# With consolidation. CheckpointException is a BaseException: `except Exception` misses it.
 . "$(dirname "$0")/common.sh" safetensors==0.8.0
 python - <<'END'
 import os

@@ -1,9 +1,5 @@
 #!/usr/bin/env bash
-# One expects weights that torch.load(mmap=True) read, and training changed since, to be
-# the process's own. But torch.save writes over a file in place: saving to the same path
-# (another model, a rank, the next step) changes the weights that are mapped, those that
-# were written to as well. safetensors writes a new file, and its mappings stay.
-# torch 2.13.0, 2.15.0, Linux. Do: save to a new name and os.replace() it, or clone().
+# torch.save writes over a file in place. safetensors writes a new one, so its mappings stay.
 . "$(dirname "$0")/common.sh"
 python - <<'END'
 import os

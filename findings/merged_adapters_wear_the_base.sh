@@ -1,9 +1,5 @@
 #!/usr/bin/env bash
-# One expects merge_adapter() and unmerge_adapter(), a way to hand weights to an inference
-# engine in each step of online RL, to leave the frozen base as it was, but for one rounding.
-# A bf16 base is rounded at each merge and each unmerge, and while the adapter trains the
-# errors add up: after 1000 rounds half of the base has changed, by 0.4 % in norm.
-# torch 2.13.0, peft 0.21.2. Do: copy the base before a merge and restore it after.
+# Each merge and unmerge rounds a bf16 base, and while the adapter trains the errors add up.
 . "$(dirname "$0")/common.sh" peft==0.21.2
 python - <<'END'
 import torch

@@ -1,10 +1,6 @@
 #!/usr/bin/env bash
-# One expects sums over tokens to run in fp32 and to be rounded once, as those of linear
-# layers are, above all where the gradient is fp32. On CPUs the gradient of an embedding, of
-# x[index], index_add and of LayerNorm is added up in bf16 and stops at 256 (for each
-# thread): LayerNorm's also where its weight and gradient are fp32 and only x is bf16.
-# RMSNorm, GroupNorm, scatter_add are right. torch 2.13.0, 2.15.0, CPU only.
-# Do: embed and normalize in fp32 on CPUs (x.float()); do not judge bf16 runs by a CPU.
+# Each thread adds up bf16 numbers in bf16: also the gradient of index_add, and LayerNorm's where
+# its weight is fp32 and only x is bf16. RMSNorm, GroupNorm and scatter_add are right.
 . "$(dirname "$0")/common.sh"
 python - <<'END'
 import torch

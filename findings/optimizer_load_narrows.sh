@@ -1,10 +1,6 @@
 #!/usr/bin/env bash
-# One expects load_state_dict() of an optimizer to restore its state. It casts every
-# floating-point state but the one called "step" to the dtype of the parameter: fp32
-# moments of a bf16 parameter, and scalars such as NAdam's mu_product and ASGD's eta, which
-# those optimizers keep in fp32 themselves. A resumed run is another one, with less memory.
-# set_optimizer_state_dict the same. torch 2.13.0, 2.15.0.
-# Do: put such states back by hand after loading, optimizer.state[param][name] = value.
+# Also scalars such as NAdam's mu_product and ASGD's eta, which those optimizers keep in fp32
+# themselves. set_optimizer_state_dict does the same.
 . "$(dirname "$0")/common.sh"
 python - <<'END'
 import torch

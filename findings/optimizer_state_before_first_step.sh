@@ -1,9 +1,6 @@
 #!/usr/bin/env bash
-# One expects that reading an optimizer's state changes nothing. But before the first step
-# get_optimizer_state_dict (so a checkpoint at step 0) makes the state by a real step with
-# lr=0 that stays counted: AdamW's first update is then 0.74 of what it would be, and
-# ASGD, which keeps that lr in its state, loses its first update altogether.
-# torch 2.13.0, 2.15.0. Do: save no optimizer before its first step, or make it anew after.
+# get_optimizer_state_dict makes the state by a real step with lr=0 that stays counted; ASGD
+# keeps that lr in its state.
 . "$(dirname "$0")/common.sh"
 python - <<'END'
 import torch

@@ -1,9 +1,6 @@
 #!/usr/bin/env bash
-# One expects `model.to(torch.bfloat16)` and `model.bfloat16()` to be the same. The second
-# leaves complex buffers alone (rotary `freqs_cis`), the first makes them real: the
-# imaginary part, all rotation of positions, is gone, and the model still runs. There is
-# one warning, which does not say where. `to(torch.float32)`, which looks like no change
-# for an fp32 model, does it too. torch 2.13.0, 2.15.0. Do: `.bfloat16()`, `.float()`.
+# `to(torch.float32)`, which looks like no change for an fp32 model, does it too, to rotary
+# `freqs_cis` for one. The one warning does not say where.
 . "$(dirname "$0")/common.sh"
 python - <<'END'
 import warnings

@@ -1,9 +1,5 @@
 #!/usr/bin/env bash
-# One expects from_pretrained() to give back what save_pretrained() wrote. The file keeps
-# each parameter's dtype, but config.json names a single one, that of the first parameter,
-# and loading casts all to it: fp32 norms of a bf16 model lose their digits, or a bf16
-# model becomes fp32, because its embedding is. transformers 5.23.0, torch 2.13.0.
-# Do: load once more, with safetensors: load_state_dict(load_file(path), assign=True).
+# The file keeps each dtype, but config.json names a single one, the first parameter's.
 . "$(dirname "$0")/common.sh" transformers==5.23.0
 python - <<'END'
 import tempfile

@@ -1,9 +1,5 @@
 #!/usr/bin/env bash
-# One expects vector_to_parameters(parameters_to_vector(...)) to change nothing, or only
-# values. Of bf16 and fp32 parameters the vector is fp32, and writing it back *replaces*
-# the storages: every bf16 parameter is fp32 from then on, and all are views of one vector,
-# so that saving one of them saves all. torch 2.13.0, 2.15.0.
-# Do: copy_() into the parameters, slice by slice.
+# The vector of bf16 and fp32 parameters is fp32, and writing it back *replaces* the storages.
 . "$(dirname "$0")/common.sh"
 python - <<'END'
 import io

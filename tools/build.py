@@ -154,10 +154,7 @@ class Build:
         print(f"torch {self.release}: {python.relative_to(ROOT)} imports the branch")
 
     def _make_clients(self) -> None:
-        """
-        Installs what the clients want otherwise than tests do into an environment over
-        ``.venv``. What lies there counts as installed: no second torch is fetched.
-        """
+        """Installs what clients want otherwise than tests do, over ``.venv``."""
         required = requirements_of(CLIENTS)
         wanted = [self.made_of["groups"], required]
         folder = self.venv / "clients"

@@ -331,10 +331,7 @@ def refuse_changed(
     ours: Iterable[str],
     place: Callable[[str], Path],
 ) -> None:
-    """
-    Refuses a tree in which a file is not the release's own, of those that ours replace
-    and of those that ours are written for. ``place`` returns where a file is.
-    """
+    """Refuses a tree where files that ours replace or use are not the release's."""
     theirs, told = json.loads((root / DIGESTS).read_text()).get(release, {}), []
     for path in sorted({*theirs, *ours}):
         digest, found = theirs.get(path), sha256(place(path))

@@ -139,8 +139,7 @@ def test_each(tree: Path, release: Path) -> None:
     env = {"PYTHONPATH": str(home / "branch"), "FSDP_PARITY_KINDS": "uniform"}
     env = os.environ | env
     env.pop("CI", None)  # torch's tests would want a package that writes reports
-    commits = git(tree, "rev-list", "--reverse", f"{RELEASE}..{BRANCH}").split()
-    for commit in commits:
+    for commit in git(tree, "rev-list", "--reverse", f"{RELEASE}..{BRANCH}").split():
         git(tree, "switch", "--quiet", "--detach", commit)
         changed = git(tree, "diff", "--name-only", RELEASE).split()
         lay(tree, release)

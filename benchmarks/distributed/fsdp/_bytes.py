@@ -1,10 +1,8 @@
 """
 Collectives and bytes of one step, counted where FSDP2 calls torch.distributed.
 
-Bytes are those of the larger buffer of a collective: what a gather leaves on a rank,
-what a reduction takes from it. The least possible is the parameters' own bytes, gathered
-for forward and again for backward, and reduced once; a mixed unit's regions begin on 16
-bytes on each rank, which may add as much.
+The least possible is the parameters' own bytes, gathered twice and reduced once; a
+mixed unit's regions begin on 16 bytes on each rank, which may add as much.
 """
 
 from typing import Any

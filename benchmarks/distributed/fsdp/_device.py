@@ -1,7 +1,4 @@
-"""
-What only a device shows, or a look at all pointers: what CUDA's sanitizer of streams finds,
-and whether large tensors that are copied or sent begin on 16 bytes.
-"""
+"""What only a device shows: races that CUDA's sanitizer finds, and alignment."""
 
 import platform
 from dataclasses import replace

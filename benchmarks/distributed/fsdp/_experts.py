@@ -1,8 +1,6 @@
 """
-Copies of grouped expert matrices that are sharded on dim 1, as where a shard group has
-more ranks than local experts, beside an fp32 router. The process group is fake, of 8
-ranks. Counted is what FSDP2 copies in one step: bytes read and written, kernels, and the
-processor time that they take; and the peak that ``FSDPMemTracker`` counts.
+What FSDP2 copies in a step of grouped experts sharded on dim 1, as where a shard group
+has more ranks than local experts, beside an fp32 router; and the peak memory.
 """
 
 import contextlib
@@ -115,22 +113,17 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]
     ]
     rounds = rounds or (3 if quick else 9)
     samples = alternate(__name__, sides, [Group("experts", subjects)], rounds=rounds)
-    rows = []
-
-    def exact(subject: str, metric: str) -> float:
-        return min(samples.values["experts", subject, metric])
-
-    of_release = exact(RELEASE, "peak")
-    most = (of_release - exact(BRANCH, "matrix")) / of_release
+    exact = {key[1:]: min(values) for key, values in samples.values.items()}
+    rows, peak = [], exact[RELEASE, "peak"]
+    most = (peak - exact[BRANCH, "matrix"]) / peak
     for metric, quantity, bars in (
         ("nbytes", "bytes that copies move / step", (0.55, 0.10)),
         ("kernels", "copy kernels / step", (1.0, 1.0)),
         ("peak", "peak bytes of a rank", (most, most)),
     ):
         for subject, bar in zip((BRANCH, COALESCED), bars, strict=True):
-            two = exact(subject, metric), RELEASE, exact(RELEASE, metric)
-            case = f"experts, {subject}"
-            rows.append(exact_row("experts", case, quantity, *two, bar))
-    comparisons = [Comparison("experts", BRANCH, RELEASE, 0.6)]
-    quantity = "processor time of copies"
-    return rows + samples.rows("experts", quantity, "us", comparisons)
+            two = exact[subject, metric], RELEASE, exact[RELEASE, metric]
+            row = exact_row("experts", f"experts, {subject}", quantity, *two, bar)
+            rows.append(row)
+    us = "experts", "processor time of copies", "us"
+    return rows + samples.rows(*us, [Comparison("experts", BRANCH, RELEASE, 0.6)])

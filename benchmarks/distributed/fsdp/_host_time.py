@@ -3,16 +3,11 @@ Host time of FSDP2 per unit and step, with a process group that moves nothing.
 
 [Note: What host time is]
 The model is a stack of units of small parameters, each used by one multiplication of
-128 elements, so that hardly anything is computed. Host time per unit is the time of a
-step, forward and backward, less the time of the same step of the same model without
-``fully_shard``, over the number of units. The time of a step is the processor time of
-the process, which has one thread: what other programs do meanwhile does not count. It
-is that of the fastest step of a round, because what disturbs a step (caches that others
-have filled, a garbage collection) only ever adds.
-
-The process group is ``fake``: it has 8 ranks, of which this process is the first, and
-its collectives do next to nothing on the host. A step clears the gradients, as an
-optimizer does, outside of what is timed.
+128 elements. Host time per unit is the processor time of a step, forward and backward,
+less that of the same model without ``fully_shard``, over the number of units. It is
+that of the fastest step of a round, because what disturbs a step (caches that others
+have filled, a garbage collection) only ever adds. Gradients are cleared outside of what
+is timed.
 """
 
 import gc
@@ -80,10 +75,7 @@ def fastest_step(model: nn.Module, device: str, seconds: float) -> float:
 def count_calls(
     precision: str, units: int, params: int, per_dtype: bool, device: str
 ) -> dict[str, float]:
-    """
-    Returns how many Python functions are called, for each parameter, by what is done once:
-    ``fully_shard``, the first forward, ``state_dict`` and ``load_state_dict``.
-    """
+    """Returns the Python calls, for each parameter, of what is done once."""
     dtypes, policy = PRECISIONS[precision]
     x = torch.ones(SHAPE, device=device, requires_grad=True)
     counts: dict[str, float] = {}
@@ -114,10 +106,7 @@ def count_calls(
 def measure(
     *, device: str, seconds: float, once: bool = False, **of_model: Any
 ) -> dict[str, float]:
-    """
-    Returns host time per unit, in microseconds, see [Note: What host time is], or the
-    calls of what is done once.
-    """
+    """Returns host time per unit, see [Note: What host time is], or calls."""
     if once:
         return count_calls(device=device, **of_model)
     sharded, plain = build(device=device, **of_model)

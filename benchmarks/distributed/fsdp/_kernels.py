@@ -75,11 +75,7 @@ def _launched(events: Any, is_cuda: bool) -> Iterator[tuple[Any, float]]:
 
 
 def measure(*, device: str, block: str, way: str) -> dict[str, Any]:
-    """
-    Returns launches and their microseconds by range, per unit and step, and on a device
-    what a copy takes of as many bytes as copy-out writes, and as a sum of gradients that
-    are sent in bf16 moves.
-    """
+    """Returns launches and us by range, and on a device those of copies and sums."""
     is_cuda = device == "cuda"
     model, x = _models.language_model(block, way, device)
     for _ in range(3):

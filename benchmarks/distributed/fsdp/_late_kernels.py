@@ -1,10 +1,8 @@
 """
-Schedules of the tests of streams on real streams, with kernels slowed down between, so
-that a wait that is missing shows.
+Schedules of the tests of streams on real streams, with kernels slowed down between.
 
-Each schedule runs once with a wait after each operator, and then late in each of
-:data:`LATE`. Gradients at each optimizer step, and parameters at the end, must have the
-same bits.
+Each runs with a wait after each operator, and then late in each of :data:`LATE`.
+Gradients at each optimizer step, and parameters at the end, must have the same bits.
 """
 
 import contextlib

@@ -74,14 +74,9 @@ class Linear(nn.Linear):
         return super().forward(input.to(self.weight.dtype)).to(input.dtype)
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, dim: int, dtype: torch.dtype):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim, dtype=dtype))
-
+class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        return F.rms_norm(x.to(weight.dtype), weight.shape, weight).to(x.dtype)
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
 class Block(nn.Module):
@@ -98,12 +93,11 @@ class LlamaBlock(Block):
     def __init__(self, dim: int = 512, heads: int = 8, hidden: int = 1408):
         super().__init__()
         self.heads = heads
-        self.attention_norm = RMSNorm(dim, BF16)
-        self.wq = self._projection(dim, dim)
-        self.wk = self._projection(dim, dim)
-        self.wv = self._projection(dim, dim)
-        self.wo = self._projection(dim, dim)
-        self.ffn_norm = RMSNorm(dim, BF16)
+        self.attention_norm = RMSNorm(dim, dtype=BF16)
+        self.wq, self.wk, self.wv, self.wo = (
+            self._projection(dim, dim) for _ in range(4)
+        )
+        self.ffn_norm = RMSNorm(dim, dtype=BF16)
         self.w1 = self._projection(dim, hidden)
         self.w2 = self._projection(hidden, dim)
         self.w3 = self._projection(dim, hidden)
@@ -154,13 +148,13 @@ class NemotronHBlock(Block):
         super().__init__()
         self.heads, self.state, self.inner = heads, state, 2 * dim
         mixed = self.inner + 2 * state
-        self.norm = RMSNorm(dim, FP32)
+        self.norm = RMSNorm(dim)
         self.in_proj = Linear(dim, self.inner + mixed + heads, bias=False, dtype=BF16)
         self.conv = nn.Conv1d(mixed, mixed, 4, padding=3, groups=mixed, dtype=BF16)
         self.A_log = nn.Parameter(torch.linspace(0, 2, heads))
         self.D = nn.Parameter(torch.ones(heads))
         self.dt_bias = nn.Parameter(torch.full((heads,), -2.0))
-        self.gated_norm = RMSNorm(self.inner, FP32)
+        self.gated_norm = RMSNorm(self.inner)
         self.out_proj = Linear(self.inner, dim, bias=False, dtype=BF16)
 
     def second_unit(self) -> list[nn.Module]:
@@ -192,7 +186,7 @@ class RouterBlock(Block):
 
     def __init__(self, dim: int = 512, experts: int = 4, hidden: int = 512):
         super().__init__()
-        self.norm = RMSNorm(dim, FP32)
+        self.norm = RMSNorm(dim)
         self.router = Linear(dim, experts, bias=False, dtype=FP32)
         shapes = (experts * dim, hidden), (experts * hidden, dim)
         self.experts = nn.ParameterList(torch.zeros(s, dtype=BF16) for s in shapes)
@@ -219,7 +213,7 @@ NUM_BLOCKS = 3
 TOKENS = (2, 32)  # sequences, positions
 # Arguments of a block, as in models of 8 billion parameters: for devices
 LARGE = {
-    "Llama-like": {"dim": 4096, "heads": 32, "hidden": 12288},
+    UNIFORM_BLOCK: {"dim": 4096, "heads": 32, "hidden": 12288},
     "Nemotron-H-like": {"dim": 4096, "heads": 128, "state": 128},
     "fp32 adapters": {"dim": 4096, "heads": 32, "hidden": 12288},
     "fp32 router": {"dim": 2048, "experts": 32, "hidden": 1536},
@@ -232,15 +226,13 @@ ALL_FP32 = "all fp32"  # upcast before it is sharded
 LATE = "BACKWARD_POST"
 # All in bf16, and gradients added in fp32: sent in fp32 too, or in bf16
 WIDE, NARROW = "sent in fp32", "sent in bf16"
-# Sent in one all-to-all, as wide as they are; small reductions joined; and both
-EXCHANGED, JOINED, BOTH = "grad_comm_dtype", "set_reduce_bucket_cap", "both"
+# Sent in one all-to-all, as wide as they are; small reductions joined
+EXCHANGED, JOINED = "grad_comm_dtype", "set_reduce_bucket_cap"
 COALESCED = "set_coalesced_collectives"
-AS_WIDE = {"grad_comm_dtype_override_fn": lambda param: param.dtype}
 POLICIES: dict[str, dict[str, Any]] = {
     WIDE: {"param_dtype": BF16, "reduce_dtype": FP32},
     NARROW: {"param_dtype": BF16, "reduce_dtype": FP32, "grad_comm_dtype": BF16},
-    EXCHANGED: AS_WIDE,
-    BOTH: AS_WIDE,
+    EXCHANGED: {"grad_comm_dtype_override_fn": lambda param: param.dtype},
 }
 
 
@@ -263,7 +255,7 @@ def shard(model: nn.Sequential, way: str, mesh: DeviceMesh) -> None:
     if way == COALESCED:  # of small models, all parameters
         is_small = all(param.nbytes < 2**24 for param in model.parameters())
         fsdp.set_coalesced_collectives(model, 0 if is_small else 2**20)
-    if way in (JOINED, BOTH):
+    if way == JOINED:
         fsdp.set_reduce_bucket_cap(model)
 
 
@@ -275,11 +267,7 @@ class Run(NamedTuple):
 
 
 def language_model(block: str, way: str, device: str, size: str = "") -> Run:
-    """
-    Returns a stack of blocks, the same on every rank and side: large ones on a device,
-    unless ``size`` is "small". Slow products are widened on both sides: otherwise hardly
-    anything else would be measured.
-    """
+    """Returns a stack of blocks, the same on every rank and side, and an input."""
     # Studies, which make models of their own, do not find the tests' packages
     from fsdp_helpers.clients.half_products import widen_half_products
 

@@ -1,9 +1,6 @@
 """
-A step on one device as one of 8 ranks, whose collectives take as long as over a link.
-
-The process group is fake. Each collective keeps its stream busy for 25 us, and for the time
-that its bytes take at the rate of the link: what the branch would bring at your link's speed.
-On a CPU collectives take no time.
+A step on one device as one of 8 ranks, whose collectives take as long as over a link:
+25 us, and the time of their bytes at its rate. On a CPU they take no time.
 """
 
 import functools

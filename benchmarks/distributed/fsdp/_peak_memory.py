@@ -1,9 +1,6 @@
 """
-Peak memory of one rank in a step, without an optimizer. The process group is fake.
-
-On a CPU ``FSDPMemTracker`` adds up the storages of all tensors: parameters, gradients,
-activations, communication buffers. Its figures are the same in every run. On a device
-they are those of the caching allocator: what is allocated, and what is reserved.
+Peak memory of one rank of a fake group in a step, without an optimizer: on a CPU as
+``FSDPMemTracker`` counts, on a device as the caching allocator does.
 """
 
 from dataclasses import replace

@@ -66,7 +66,6 @@ class Row:
     def cells(self) -> list[str]:
         # The ratio of times says something about another machine, times alone do not
         is_exact = self.low == self.high
-        spread = "exact" if is_exact else f"{self.low:.3f} to {self.high:.3f}"
         return [
             self.part,
             self.case,
@@ -75,7 +74,7 @@ class Row:
             self.versus,
             f"{self.other:,.6g}" if is_exact else "",
             f"{self.ratio:.3f}",
-            spread,
+            "exact" if is_exact else f"{self.low:.3f} to {self.high:.3f}",
             "" if self.bar is None else f"{self.bar:.4g}",
             {None: "", True: "yes", False: "NO"}[self.is_met],
         ]

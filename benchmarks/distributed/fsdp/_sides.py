@@ -31,10 +31,7 @@ LAST_LINES = 20  # of what a process that failed wrote to standard error
 
 
 def find_release(given: Path | None, tree: Path = TREE_ROOT) -> Path | None:
-    """
-    Returns a folder with the release's ``torch/``: the one that is given, the one that
-    set-up keeps, or one of links in which an overlay's files are the release's again.
-    """
+    """Returns a folder with the release's ``torch/``: given, kept or of links."""
     for folder in [tree.parent / "base"] if given is None else [given]:
         if (folder / "torch").is_dir():
             return folder
@@ -43,8 +40,7 @@ def find_release(given: Path | None, tree: Path = TREE_ROOT) -> Path | None:
     from tools.overlay import lay_links, torch_links
     from tools.releases import files_under
 
-    kept = files_under(tree / KEPT, "torch")
-    lay_links(MADE, torch_links(tree, tree / KEPT, kept))
+    lay_links(MADE, torch_links(tree, tree / KEPT, files_under(tree / KEPT, "torch")))
     return MADE
 
 
@@ -78,8 +74,7 @@ class Side:
         if self._processes:
             return
         self._scratch = tempfile.TemporaryDirectory(prefix="fsdp_bench_")
-        ranks = 1 if self.backend == "fake" else self.world_size
-        for rank in range(ranks):
+        for rank in range(1 if self.backend == "fake" else self.world_size):
             options = {
                 "backend": self.backend,
                 "world_size": self.world_size,

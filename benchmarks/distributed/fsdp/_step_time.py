@@ -1,10 +1,7 @@
 """
 Wall-clock time of a training step of four gloo processes, or on a device.
 
-Processes share the machine's cores, so what is computed and what is sent both count. Each
-round starts with a barrier, and takes the median of its steps. On a CPU that has no
-instructions for products of half precision, both sides compute them in fp32: otherwise
-hardly anything else would be measured.
+Processes share the machine's cores, so what is computed and what is sent both count.
 """
 
 import time
@@ -60,38 +57,23 @@ PROMOTED, SERIES = "2.15.0, gradients promoted", "2.15.0, the series"
 def groups_of(
     sides: Collection[str], *, quick: bool = False, **extra: Any
 ) -> Iterator[Group]:
-    """
-    Yields each block as it is, with BACKWARD_POST, without copies, and with
-    ``grad_comm_dtype``, and what it is compared with. ``quick``: one block of them.
-    """
+    """Yields each block, or one, in each way, and what it is compared with."""
     for block in [QUICK_BLOCK] if quick else _models.BLOCKS:
         is_uniform = block == _models.UNIFORM_BLOCK
         release = RELEASE if is_uniform else PER_DTYPE_RELEASE
-        promoted = (PROMOTED, PROMOTED, AS_IT_IS)
+        theirs = release, RELEASE, PER_DTYPE
+        fp32 = ALL_FP32_RELEASE, RELEASE, _models.ALL_FP32
         ways = {
-            "": [
-                (release, RELEASE, PER_DTYPE),
-                (BRANCH, BRANCH, AS_IT_IS),
-                (ALL_FP32_RELEASE, RELEASE, _models.ALL_FP32),
-                *([] if is_uniform or PROMOTED not in sides else [promoted]),
-            ],
-            LATE: [
-                (release, RELEASE, PER_DTYPE),
-                (BRANCH, BRANCH, LATE),
-                (EARLY, BRANCH, AS_IT_IS),
-            ],
-            COALESCED: [
-                (release, RELEASE, PER_DTYPE),
-                (BRANCH, BRANCH, COALESCED),
-                ("the default (by the branch)", BRANCH, AS_IT_IS),
-            ],
-            "grad_comm_dtype": [
-                (BRANCH, BRANCH, _models.NARROW),
-                ("release, the same sums", RELEASE, _models.WIDE),
-            ],
+            "": [theirs, (BRANCH, BRANCH, AS_IT_IS), fp32],
+            LATE: [theirs, (BRANCH, BRANCH, LATE), (EARLY, BRANCH, AS_IT_IS)],
         }
-        if not is_uniform:
-            del ways["grad_comm_dtype"], ways[COALESCED]
+        if is_uniform:
+            default = "the default (by the branch)", BRANCH, AS_IT_IS
+            wide = "release, the same sums", RELEASE, _models.WIDE
+            ways[COALESCED] = [theirs, (BRANCH, BRANCH, COALESCED), default]
+            ways["grad_comm_dtype"] = [(BRANCH, BRANCH, _models.NARROW), wide]
+        elif PROMOTED in sides:
+            ways[""].append((PROMOTED, PROMOTED, AS_IT_IS))
         for setting, of_setting in ways.items():
             subjects = [
                 Subject(name, side, {"block": block, "way": way, **extra})

@@ -93,27 +93,10 @@ class Handle:
     def current_stream(cls, *unused: Any) -> Stream:
         return cls.current
 
-    @staticmethod
-    def current_device() -> str:
-        return "cpu"
-
-    @staticmethod
-    def device_count() -> int:
-        return 1
-
-    @staticmethod
-    def is_initialized() -> bool:
-        return True
-
-    @staticmethod
-    def is_available() -> bool:
-        return True
-
-    @staticmethod
-    def set_device(device: Any) -> None: ...
-
-    @staticmethod
-    def synchronize(device: Any = None) -> None: ...
+    current_device = staticmethod(lambda: "cpu")
+    device_count = staticmethod(lambda: 1)
+    is_initialized = is_available = staticmethod(lambda: True)
+    set_device = synchronize = staticmethod(lambda device=None: None)
 
     @classmethod
     @contextlib.contextmanager
@@ -228,8 +211,7 @@ class ExpertsBlock(Block):
 
     def __init__(self, us: float = 1700.0):
         super().__init__(us, mixed=True)
-        experts = torch.stack([*self.matrices])
-        self.matrices = nn.ParameterList([nn.Parameter(experts)])
+        self.matrices = nn.ParameterList([nn.Parameter(torch.stack([*self.matrices]))])
 
 
 def with_head() -> list[Block]:
@@ -306,29 +288,27 @@ def run(sides: dict[str, Side], **options: Any) -> list[Row]:
     """Compares the branch with the release, and the branch without copies with itself."""
     rows = []
     for case in CASES:
-        found = {}
-        for name, side, is_coalesced in (
-            ("release", "release", False),
-            ("branch", "branch", False),
-            (DIRECT, "branch", True),
+        found = []
+        for side, is_coalesced in (
+            ("release", False),
+            ("branch", False),
+            ("branch", True),
         ):
             sides[side].start()
             request = {"case": case, "coalesced": is_coalesced}
-            request["per_dtype"] = name == "release"
-            found[name] = sides[side].ask(__name__, request)
-        release, branch, direct = (each["ms"] for each in found.values())
-        what = "simulated ms / step"
+            request["per_dtype"] = side == "release"
+            found.append(sides[side].ask(__name__, request))
+        release, branch, direct = (each["ms"] for each in found)
         # Half a percent: `cat` is charged at what it takes for small shards
         is_experts = case.startswith("experts")
-        bar = 0.93 if is_experts else 1.005
-        rows.append(exact_row("timeline", case, what, branch, "release", release, bar))
-        case_of_direct = f"{case}, {DIRECT}"
-        two = direct, "the default (by the branch)", branch
-        rows.append(exact_row("timeline", case_of_direct, what, *two, 1.0))
-        if is_experts:
-            two = direct, "release", release
-            rows.append(exact_row("timeline", case_of_direct, what, *two, 0.88))
+        of_direct, default = f"{case}, {DIRECT}", "the default (by the branch)"
+        bar, told = 0.93 if is_experts else 1.005, list[Any]()
+        told += [(case, branch, "release", release, bar)]
+        told += [(of_direct, direct, default, branch, 1.0)]
+        told += [(of_direct, direct, "release", release, 0.88)] * is_experts
+        for name, *row in told:
+            rows.append(exact_row("timeline", name, "simulated ms / step", *row))
         if case == "mixed":
             titles = ("One unit for each dtype", "One mixed unit", f"… {DIRECT}")
-            draw(dict(zip(titles, found.values(), strict=True)))
+            draw(dict(zip(titles, found, strict=True)))
     return rows

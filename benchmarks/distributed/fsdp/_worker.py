@@ -1,8 +1,4 @@
-"""
-A process of one side: takes a request a line, answers with a line of JSON.
-
-Started by :class:`_sides.Side`, with ``PYTHONPATH`` saying which torch it gets.
-"""
+"""A process of one :class:`_sides.Side`: answers requests with lines of JSON."""
 
 import faulthandler
 import importlib

@@ -65,18 +65,16 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 def finished(*command: str, **variables: str) -> tuple[int, str]:
     """Runs Python; returns its exit status and the last line it wrote."""
     limit = ["timeout", "--kill-after=5", str(SECONDS)]  # with all its processes
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | variables
     done = subprocess.run(
         [*limit, sys.executable, *command],
         cwd=ROOT,
-        env=env,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
     )
-    last = (done.stdout.strip().splitlines() or [""])[-1]
-    return done.returncode, last
+    return done.returncode, (done.stdout.strip().splitlines() or [""])[-1]
 
 
 def ended(status: int) -> str:
@@ -175,8 +173,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             lines += run_tests(args) if part == "tests" else run_bench(part, args)
         found = {"header": header, "lines": [line._asdict() for line in lines]}
-        text = json.dumps(found, indent=1)
-        (args.output / "report.json").write_text(text + "\n")
+        (args.output / "report.json").write_text(json.dumps(found, indent=1) + "\n")
         (args.output / "report.md").write_text(page_of(header, lines))
         print(f"{part}: {len(lines) - before} lines", flush=True)
         for line in lines[before:]:

@@ -47,10 +47,7 @@ def reductions_of(way: str, replicas: int, shards: int) -> list[Call]:
 
 
 def sent(call: Call) -> tuple[float, float]:
-    """
-    Returns the bytes that a rank sends inside of its node and to others, on average: in
-    an all-to-all to every other rank, in a ring to the next.
-    """
+    """Returns the mean bytes that a rank sends inside of its node and to others."""
     # Ranks of the group in a node
     inside = min(call.ranks, max(NODE // call.stride, 1))
     part = call.nbytes / call.ranks

@@ -1,10 +1,8 @@
 # Owner(s): ["oncall: distributed"]
 """
-Ranks that lay a unit out differently, or reduce other gradients of it, are found before
-the unit sends anything, and every one of them raises. Ranks that agree pay one small
-collective for each unit, once, and no correct program waits for it. Where ranks drift
-apart later, all raise if they always compare, and else no rank goes on with a wrong
-gradient.
+Ranks that lay a unit out differently, or reduce other gradients of it, all raise before
+it sends anything. Ranks that agree pay one small collective for each unit, once. Where
+ranks drift apart later, none goes on with a wrong gradient.
 """
 
 import contextlib
@@ -48,8 +46,7 @@ class Scales(nn.Module):
     def __init__(self, dtype: torch.dtype = FP32, **sizes: Any):
         super().__init__()
         for name, size in (sizes or {"gate": 4, "up": 8}).items():
-            value = torch.ones(size, dtype=dtype)
-            self.register_parameter(name, nn.Parameter(value))
+            self.register_parameter(name, nn.Parameter(torch.ones(size, dtype=dtype)))
 
     def forward(self, x: torch.Tensor, used: Sequence[str] = ()) -> torch.Tensor:
         for name, param in self.named_parameters():
@@ -81,8 +78,7 @@ def switched(value: str) -> Any:
 
 
 def backward(model: nn.Module, **kwargs: Any) -> None:
-    device = next(model.parameters()).device
-    x = torch.ones(2, requires_grad=True, device=device)
+    x = torch.ones(2, requires_grad=True, device=next(model.parameters()).device)
     model(x, **kwargs).sum().backward()
 
 
@@ -99,10 +95,7 @@ def counting_comparisons() -> Any:
 
 
 class AgreementTest(utils.FSDPProcessTest):
-    """
-    Real processes. A collective, which only those that raised issue, shows whether all
-    of them did.
-    """
+    """A collective that only those that raised issue shows that all did."""
 
     def sharded(self, **kwargs: Any) -> Any:
         model = blocks(3, gate=4, up=4).to(self.device)
@@ -542,8 +535,7 @@ class TestWithoutOtherRanks(utils.FakeGroupTest):
         with contextlib.ExitStack() as stack, counting_comparisons() as sent:
             for context in (FakeTensorMode(), real) if is_real else ():
                 stack.enter_context(context)
-            model = fully_shard(Scales(), mesh=mesh)
-            model(torch.ones(2)).sum().backward()
+            fully_shard(Scales(), mesh=mesh)(torch.ones(2)).sum().backward()
         sent.assert_not_called()
 
 

@@ -1,8 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""
-Wrong uses: each raises a clear error on every rank, at the first call that can know
-of it, and training goes on after it. What is merely unusual works.
-"""
+"""Wrong uses raise clear errors on every rank, and training goes on after it."""
 
 import re
 from collections.abc import Callable
@@ -284,8 +281,7 @@ def hook_sets(grad: Callable[[Run, torch.Tensor], torch.Tensor]) -> WrongUse:
     """Has a hook replace a gradient of the second block."""
 
     def case(run: Run) -> Callable[[], object]:
-        model = run.trained(reshard_after_forward=False)
-        loss = model(run.input()).sum()
+        loss = run.trained(reshard_after_forward=False)(run.input()).sum()
         param = run.blocks[1].gain
 
         def change(p: nn.Parameter) -> None:
@@ -426,10 +422,7 @@ add(
 
 
 def expected_grads(device: torch.device) -> list[torch.Tensor]:
-    """
-    Returns the gradients of the model of a run in one process. All ranks have the
-    same input, so that their average is the same to the last bit.
-    """
+    """Returns those of a run in one process. All ranks have the same input."""
     model = nn.Sequential(Scaled(), Scaled()).to(device)
     model(Run(device).input()).sum().backward()
     return [param.grad for param in model.parameters()]

@@ -1,8 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""
-Tests what ``make bench`` and ``make gpu`` count, compare and report, and the studies of
-collectives. Times are never asserted.
-"""
+"""What ``make bench``, ``make gpu`` and the studies count. No time is asserted."""
 
 import json
 import signal

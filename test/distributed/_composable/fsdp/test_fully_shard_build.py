@@ -1,8 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""
-Set-up, wheels and CMake, by their commands: with pip itself, in a clone of few files, with
-a small torch and no network.
-"""
+"""Set-up, wheels and CMake, with pip itself, a small torch and no network."""
 
 import os
 import shutil

@@ -1,11 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""
-Checkpoints of models whose units hold several dtypes: saved and loaded by
-``torch.distributed.checkpoint`` over other meshes, gathered in full, and from uniform to
-mixed and back. In the background ``docs/recipes`` saves.
-
-Values and dtypes must survive exactly, of parameters and of optimizer state.
-"""
+"""Values and dtypes survive checkpoints, other meshes and other units."""
 
 import copy
 from collections.abc import Callable, Iterator

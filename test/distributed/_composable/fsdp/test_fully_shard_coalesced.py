@@ -1,10 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """
-Large parameters that are gathered and reduced without copies, as
-``set_coalesced_collectives`` says: the same bits as with copies, in grouped calls.
-
-The order of streams and the reuse of memory are in ``test_fully_shard_streams.py``,
-with units of the kind "mixed, direct".
+``set_coalesced_collectives``: the bits of copies, in grouped calls. Streams and the
+reuse of memory are in ``test_fully_shard_streams.py``.
 """
 
 import contextlib
@@ -240,8 +237,7 @@ class TestCoalesced(utils.FSDPProcessTest):
             backward(model, w=1.0)
         for name in GROUPED:
             self.assertEqual(counts[f"members of {name}"], rows * (rows == 4))
-        copies = sum(counts[name] for name in COPIES)
-        self.assertEqual(copies, 0 if rows == 4 else 3)
+        self.assertEqual(sum(counts[name] for name in COPIES), 0 if rows == 4 else 3)
 
     def test_small_parameters_are_one_more_member(self) -> None:
         model = make(min_nbytes=SOME_NBYTES)
@@ -389,8 +385,7 @@ class TestCoalesced(utils.FSDPProcessTest):
         self.step(model)
         group = group_of(model[0])
         held: list[tuple[torch.Tensor, torch.Tensor]] = []
-        param = group.fsdp_params[0].unsharded_param
-        param.register_post_accumulate_grad_hook(
+        group.fsdp_params[0].unsharded_param.register_post_accumulate_grad_hook(
             lambda p: held.append((p.grad, p.grad.clone()))
         )
         self.step(model)

@@ -1,13 +1,11 @@
 # Owner(s): ["oncall: distributed"]
 """
 ``fully_shard`` with what else torch has: activation checkpointing, functorch, the
-compiler, pipelining, the memory tracker, logging, copying and saving, and what the rest
-of torch, its tests and vendors use of FSDP's modules.
+compiler, pipelining, the memory tracker, logging, copying and saving, and what others
+use of FSDP's modules.
 
-``fsdp_helpers/composition/scenarios.py`` runs on four ranks, and then ``contract.py`` in
-one process, on the release and on this branch. Units of one dtype behave as in
-the release; units of several dtypes give the numbers of one unit of the release for each
-dtype, and behave as units of one dtype in everything else.
+Units of one dtype behave as in the release; units of several give the numbers of one
+unit of the release for each dtype, and else behave as units of one.
 """
 
 import itertools
@@ -268,8 +266,7 @@ class TestDivideFactors(DeviceFreeTest):
 
         group: Any = Both()
         for device, name in (("cpu", "gloo"), ("cuda", "nccl"), ("cpu", "gloo")):
-            found = scaling.backend_name(group, torch.device(device))
-            self.assertEqual(found, name)
+            self.assertEqual(scaling.backend_name(group, torch.device(device)), name)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""
-``docs/errors.md`` says what to do about the commonest errors, and the code of
-``README.md`` runs. Links and generated parts are for ``make lint``.
-"""
+"""``docs/errors.md`` fits the commonest errors; the code of ``README.md`` runs."""
 
 import json
 import re

@@ -1,8 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""
-Exceptions anywhere in a step: after ``reset_iter_state`` the next steps are exactly
-right, and nothing of the lost one survives. Errors name their parameters.
-"""
+"""After an exception and ``reset_iter_state``, the next steps are exactly right."""
 
 import contextlib
 import copy
@@ -151,10 +148,7 @@ MODES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 class SideBySide:
-    """
-    A model beside a twin that starts from the same values, and that none of what a test
-    does to the model is done to: after each step both have the same bits.
-    """
+    """A model beside an untouched twin: after each step both have the same bits."""
 
     def __init__(self, test: utils.FSDPProcessTest, **kwargs: Any):
         self.test = test

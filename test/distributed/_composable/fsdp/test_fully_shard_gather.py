@@ -1,8 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""
-The all-gather of a unit: what is sent and copied out, in whose order, and what of it
-is kept between steps.
-"""
+"""A unit's all-gather: what is sent and copied out, and what is kept of it."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -12,25 +9,16 @@ from unittest import mock
 
 import pytest
 
-from fsdp_helpers.common import comms
+from fsdp_helpers.common import comms, utils
 from fsdp_helpers.common.comms import BF16, FP8, FP16, FP32, FP64, Spec, ThreadTest
 from fsdp_helpers.common.release_rules import IS_2_15
-from fsdp_helpers.common.utils import (
-    as_bytes,
-    FakeGroupTest,
-    random_input,
-    THREAD_DEVICE_TYPE,
-)
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_grads as grads_file
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    AllGatherResult,
-    foreach_all_gather_copy_out,
-)
 from torch.distributed.fsdp._fully_shard._fsdp_layout import GatherLayout, ReduceBucket
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
@@ -45,17 +33,18 @@ pytestmark = pytest.mark.quick
 class TestAllGather(ThreadTest):
     world_size = 3
 
-    def gather_in_parameter_order(self, unit: FSDPParamGroup) -> AllGatherResult:
+    def gather_in_parameter_order(
+        self, unit: FSDPParamGroup
+    ) -> collectives.AllGatherResult:
         """Makes a result of six fields, as a plugin's gather would."""
         inputs = [tensor for p in unit.fsdp_params for tensor in p.all_gather_inputs]
-        pieces = [*map(as_bytes, inputs)]
+        pieces = [*map(utils.as_bytes, inputs)]
         mine = torch.cat(pieces)
         output = mine.new_empty(self.world_size * mine.numel())
-        group = unit.mesh_info.shard_process_group
-        dist.all_gather_single(output, mine, group=group)
+        dist.all_gather_single(output, mine, group=unit.mesh_info.shard_process_group)
         of_inputs = [[t.dtype] for t in inputs], [[t.numel()] for t in inputs]
         sizes = [piece.numel() for piece in pieces]
-        return AllGatherResult(output, None, None, *of_inputs, sizes)
+        return collectives.AllGatherResult(output, None, None, *of_inputs, sizes)
 
     @parametrize("is_ambiguous", [False, True])
     def test_any_gathers_take_turns(self, is_ambiguous: bool) -> None:
@@ -63,7 +52,7 @@ class TestAllGather(ThreadTest):
         ways = (
             self.all_gather,
             self.gather_in_parameter_order,
-            lambda unit: AllGatherResult(*self.all_gather(unit)),
+            lambda unit: collectives.AllGatherResult(*self.all_gather(unit)),
         )
         specs = comms.mixed_specs(self.world_size)
         if is_ambiguous:  # their sizes are the same in both orders
@@ -72,8 +61,8 @@ class TestAllGather(ThreadTest):
         for gather in ways * 2:
             self.copy_out(unit, gather(unit))
             for i, (fsdp_param, spec) in enumerate(zip(unit.fsdp_params, specs)):
-                how = {"dtype": spec.dtype, "device": THREAD_DEVICE_TYPE}
-                expected = random_input(*spec.size, seed=i, **how) * factor
+                how = {"dtype": spec.dtype, "device": utils.THREAD_DEVICE_TYPE}
+                expected = utils.random_input(*spec.size, seed=i, **how) * factor
                 self.assert_same(fsdp_param.unsharded_param, expected)
                 # As an optimizer changes shards
                 fsdp_param.to_unsharded()
@@ -83,8 +72,7 @@ class TestAllGather(ThreadTest):
 
     def test_an_extension_may_gather_other_inputs_than_before(self):
         """As a weight that is quantized by row in forward, and by column in backward."""
-        specs = [Spec((3,), FP32), Spec((6, 2), BF16), Spec((5,), FP16)]
-        unit = self.unit(specs)
+        unit = self.unit([Spec((3,), FP32), Spec((6, 2), BF16), Spec((5,), FP16)])
         extended = unit.fsdp_params[1]
         local = extended._sharded_local_tensor
         inputs: list[torch.Tensor] = []
@@ -102,7 +90,7 @@ class TestAllGather(ThreadTest):
             result = self.all_gather(unit)
             found = result.param_all_gather_input_dtypes
             self.assertEqual(found, [[FP32], [*dtypes], [FP16]])
-            foreach_all_gather_copy_out(
+            collectives.foreach_all_gather_copy_out(
                 result, unit.fsdp_params, group, cache=unit._cache
             )
             rows = [rank + 1.0 for rank in range(3) for _ in range(numel)]
@@ -110,7 +98,7 @@ class TestAllGather(ThreadTest):
                 self.assertEqual(output.float().tolist(), rows)
         plain = unit.fsdp_params[0]
         plain.init_unsharded_param()
-        values = random_input(3, seed=0).to(self.device)
+        values = utils.random_input(3, seed=0).to(self.device)
         self.assert_same(plain.unsharded_param, values)
 
     @parametrize("dtypes", [(FP32, torch.uint8, BF16), (torch.uint8, FP32, FP8)])
@@ -119,7 +107,7 @@ class TestAllGather(ThreadTest):
         self, dtypes: Sequence[torch.dtype], is_single: bool
     ) -> None:
         """Its post hook gets the dtype of the first call, as in the release."""
-        values = random_input(3, 4, seed=0).to(self.device)
+        values = utils.random_input(3, 4, seed=0).to(self.device)
         layer = nn.Linear(4, 3, bias=False, device=self.device)
         layer.weight.data.copy_(values)
         single = comms.mesh_of(self.world_size, 1)["shard"]
@@ -147,10 +135,7 @@ class TestAllGather(ThreadTest):
     def test_copies_do_not_multiply_with_parameters(
         self, param_dtype: torch.dtype | None, times: int, number: int
     ) -> None:
-        """
-        One copy-in for all dtypes, or for each if there are many parameters to view, or
-        for each pair of them if it casts, and one copy-out.
-        """
+        """One copy-out, and one copy-in, or one by dtypes if many or cast."""
         specs = [Spec((4,), dtype) for dtype in (BF16, FP32, FP16)] * times
         unit = self.unit(specs, mp_policy=comms.policy_of(param_dtype))
         with comms.count_operators() as counts:
@@ -168,10 +153,7 @@ class TestSmallerMesh(ThreadTest):
     world_size = 4
 
     def test_a_gather_is_copied_out_over_the_ranks_that_it_came_from(self):
-        """
-        Also if a state dict reshards the unit before the wait for its gather: the pieces
-        after forward are flat, and shards are columns.
-        """
+        """Also if a state dict reshards it first: these pieces are flat."""
         full = torch.arange(64.0, device=self.device).view(8, 8)
         model = nn.Linear(8, 8, bias=False, device=self.device)
         model.weight.data.copy_(full)
@@ -268,7 +250,7 @@ class Listening(nn.Module):
         super().__setattr__(name, value)
 
 
-class TestExplicitUnshard(FakeGroupTest):
+class TestExplicitUnshard(utils.FakeGroupTest):
     ranks = 2
 
     def test_each_name_of_a_parameter_is_given_its_states(self) -> None:
@@ -311,8 +293,7 @@ class TestExplicitUnshard(FakeGroupTest):
             return [call.args[0] for call in noting.call_args_list]
 
         with mock.patch.object(FSDPParam, "init_dtype_attrs", lambda *a: noting(*a)):
-            x = torch.ones(1, 4, dtype=BF16)
-            self.assertEqual(reads_of(model, x), params)
+            self.assertEqual(reads_of(model, torch.ones(1, 4, dtype=BF16)), params)
             for change in changes:
                 self.assertEqual(reads_of(model.unshard), [])
                 change()

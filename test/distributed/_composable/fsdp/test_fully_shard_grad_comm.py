@@ -1,11 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""
-``grad_comm_dtype``: gradients that are sent in one dtype and added in another, in an
-order that does not depend on the mesh.
-
-Gradients are given, see :class:`Weighted`, and compared bit for bit with what one
-process adds up by the definition of the tree.
-"""
+"""``grad_comm_dtype``: given gradients, sent in one dtype and added in another."""
 
 import importlib.util
 import itertools
@@ -165,8 +159,7 @@ class TestKernel(utils.ParametrizedTest):
         values = torch.randn(scale.size(), generator=generator) * scale.double().exp2()
         values[:, :1] = -0.0
         memory = torch.empty(offset + values.numel(), dtype=dtype, device=self.device)
-        rows = memory[offset:].view(values.size()).copy_(values)
-        return rows[:, :numel]
+        return memory[offset:].view(values.size()).copy_(values)[:, :numel]
 
     def check(
         self, rows: torch.Tensor, added: torch.dtype, divisor: float | None
@@ -183,8 +176,7 @@ class TestKernel(utils.ParametrizedTest):
             inverse = torch.tensor(divisor, dtype=FP32).reciprocal()
             expected.copy_(expected.float() * inverse)
         tree.add_in_tree(rows, target[1:-1], divisor)
-        actual = target[1:-1].contiguous()
-        self.assert_same(actual, expected)
+        self.assert_same(target[1:-1].contiguous(), expected)
         self.assert_same(rows, before)
         self.assertTrue(bool(target[[0, -1]].isnan().all()))
 

@@ -1,8 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""
-Where the parameters of a unit lie in its buffers. Needs no device and no
-process group: the plans are checked by themselves, and on plain CPU tensors.
-"""
+"""Where parameters lie in a unit's buffers: plans, checked without a device."""
 
 import functools
 import math
@@ -17,23 +14,8 @@ from fsdp_helpers.common.comms import BF16, count_operators, FP8, FP16, FP32, FP
 from fsdp_helpers.common.utils import as_bytes, DeviceFreeTest
 
 import torch
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    _copy_in,
-    copy_each,
-    copy_out,
-)
-from torch.distributed.fsdp._fully_shard._fsdp_layout import (
-    count_pieces,
-    dtype_sort_key,
-    GatherLayout,
-    plan_buckets,
-    plan_copy_in,
-    plan_gather,
-    reduce_dtype_of,
-    ReduceBucket,
-    ReduceSlot,
-    storage_dtype,
-)
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_layout as layouts
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import GatherOutputs
 from torch.testing._internal.common_utils import parametrize, run_tests
@@ -85,8 +67,8 @@ def examples(*values):
     return lambda test: functools.reduce(lambda t, v: example(v)(t), values, test)
 
 
-def plan(mix: list[tuple[torch.dtype, int]]) -> GatherLayout:
-    return plan_gather([dtype for dtype, _ in mix], [n for _, n in mix])
+def plan(mix: list[tuple[torch.dtype, int]]) -> layouts.GatherLayout:
+    return layouts.plan_gather([dtype for dtype, _ in mix], [n for _, n in mix])
 
 
 class TestDtypes(DeviceFreeTest):
@@ -94,11 +76,13 @@ class TestDtypes(DeviceFreeTest):
         ordered = [FP64, FP32, torch.int32, BF16, FP16, torch.int16, FP8, torch.uint8]
         for seed in range(20):
             mixed = random.Random(seed).sample(ordered, len(ordered))
-            self.assertEqual(sorted(mixed, key=dtype_sort_key), ordered)
-        self.assertEqual(len({dtype_sort_key(d) for d in ALL_DTYPES}), len(ALL_DTYPES))
+            self.assertEqual(sorted(mixed, key=layouts.dtype_sort_key), ordered)
+        self.assertEqual(
+            len({layouts.dtype_sort_key(d) for d in ALL_DTYPES}), len(ALL_DTYPES)
+        )
 
     def test_policy_sets_the_reduce_dtype_of_floating_gradients_alone(self):
-        found = {dtype: reduce_dtype_of(dtype, FP32) for dtype in ALL_DTYPES}
+        found = {dtype: layouts.reduce_dtype_of(dtype, FP32) for dtype in ALL_DTYPES}
         expected = {d: FP32 if d.is_floating_point else d for d in ALL_DTYPES}
         self.assertEqual(found, expected)
 
@@ -107,13 +91,12 @@ class TestGatherLayout(DeviceFreeTest):
     def check_mixed(self, mix, layout) -> None:
         """Regions by dtype, in each the best aligned first, and padding at its end."""
         self.assertEqual(layout.buffer_dtype, torch.uint8)
-        dtypes = sorted({dtype for dtype, _ in mix}, key=dtype_sort_key)
+        dtypes = sorted({dtype for dtype, _ in mix}, key=layouts.dtype_sort_key)
         self.assertEqual([region.dtype for region in layout.regions], dtypes)
         for region in layout.regions:
             of_dtype = [i for i, (dtype, _) in enumerate(mix) if dtype == region.dtype]
             of_dtype.sort(key=lambda i: -math.gcd(nbytes(mix[i]), 16))
-            inputs = [i for i, _ in region.slots if i is not None]
-            self.assertEqual(inputs, of_dtype)
+            self.assertEqual([i for i, _ in region.slots if i is not None], of_dtype)
             self.assertEqual(region.start_nbytes % 16, 0)
             used = sum(nbytes(mix[i]) for i in of_dtype)
             self.assertEqual(region.nbytes, used + -used % 16)
@@ -127,7 +110,7 @@ class TestGatherLayout(DeviceFreeTest):
             self.check_mixed(mix, layout)
         elif mix:  # as in the release
             self.assertEqual([i for i, _ in layout.slots], [*range(len(mix))])
-            self.assertEqual(layout.buffer_dtype, storage_dtype(mix[0][0]))
+            self.assertEqual(layout.buffer_dtype, layouts.storage_dtype(mix[0][0]))
             self.assertEqual(layout.split_sizes, [numel for _, numel in mix])
         segment_nbytes = layout.segment_numel * layout.buffer_dtype.itemsize
         self.assertEqual(
@@ -145,8 +128,7 @@ def random_shard(dtype: torch.dtype, numel: int, seed: int) -> torch.Tensor:
     """Returns random bits, among them those of NaNs, as elements of ``dtype``."""
     generator = torch.Generator().manual_seed(seed)
     high, size = 2 if dtype == torch.bool else 256, (numel * dtype.itemsize,)
-    bits = torch.randint(high, size, dtype=torch.uint8, generator=generator)
-    return bits.view(dtype)
+    return torch.randint(high, size, dtype=torch.uint8, generator=generator).view(dtype)
 
 
 def random_shards(mix, world_size: int) -> list[list[torch.Tensor]]:
@@ -158,16 +140,16 @@ def random_shards(mix, world_size: int) -> list[list[torch.Tensor]]:
 
 
 def gather_by_copies(
-    layout: GatherLayout, shards: list[list[torch.Tensor]]
+    layout: layouts.GatherLayout, shards: list[list[torch.Tensor]]
 ) -> torch.Tensor:
     """Fills each rank's segment of one buffer, as all ranks together would."""
     numel = layout.segment_numel
     buffer = torch.zeros(len(shards) * numel, dtype=layout.buffer_dtype)
     for segment, inputs in zip(buffer.split(max(numel, 1)), shards):
-        copies = plan_copy_in(layout, [tensor.dtype for tensor in inputs])
+        copies = layouts.plan_copy_in(layout, [tensor.dtype for tensor in inputs])
         last = [copy.region.slots[-1][0] for copy in copies if not copy.casts]
         assert None not in last, "padding at the end is copied"
-        _copy_in(segment, copies, inputs)
+        collectives._copy_in(segment, copies, inputs)
     return buffer
 
 
@@ -183,7 +165,7 @@ class TestCopies(DeviceFreeTest):
         params = [SimpleNamespace(all_gather_outputs=[output]) for output in outputs]
         gathered = GatherOutputs(params)
         state = ShardedState.SHARDED_POST_FORWARD
-        copy_out(state, buffer, layout, gathered, world_size)
+        collectives.copy_out(state, buffer, layout, gathered, world_size)
         for i, output in enumerate(outputs):
             expected = torch.cat([inputs[i].view(torch.uint8) for inputs in shards])
             self.assert_same(as_bytes(output), expected)
@@ -197,19 +179,18 @@ class TestCopies(DeviceFreeTest):
     @example(MIXES["hybrid block"], 128)
     def test_what_all_ranks_copy_in_is_copied_out_unchanged(self, mix, world_size):
         layout, shards = plan(mix), random_shards(mix, world_size)
-        buffer = gather_by_copies(layout, shards)
-        self.assert_copied_out(buffer, layout, mix, shards)
+        self.assert_copied_out(gather_by_copies(layout, shards), layout, mix, shards)
 
     def test_what_one_rank_has_alone_is_copied_by_one_kernel_for_each_pair(self):
         for dtype in ALL_DTYPES:
             ((shard,),) = random_shards([(dtype, 3)], 1)
-            copy_each([target := torch.empty_like(shard)], [shard])
+            collectives.copy_each([target := torch.empty_like(shard)], [shard])
             self.assert_same(as_bytes(target), as_bytes(shard), str(dtype))
         stored, computed = (BF16, FP32, BF16, FP32), (BF16, BF16, FP32, FP32)
         sources = [torch.ones(3, dtype=dtype) for dtype in stored * 2]
         targets = [torch.zeros(3, dtype=dtype) for dtype in computed * 2]
         with count_operators() as counts:
-            copy_each(targets, sources)
+            collectives.copy_each(targets, sources)
         self.assertEqual(counts, {"aten::_foreach_copy_": 4})
 
     def test_host_shards_are_moved_one_at_a_time_if_they_are_cast(self):
@@ -226,7 +207,9 @@ class TestCopies(DeviceFreeTest):
             segment = torch.empty(layout.segment_numel, **nbytes)
             with self.subTest(f"{moves} moves"):
                 with count_operators() as counts:
-                    _copy_in(segment, plan_copy_in(layout, stored), shards)
+                    collectives._copy_in(
+                        segment, layouts.plan_copy_in(layout, stored), shards
+                    )
                 found = counts["aten::_to_copy"], counts["aten::copy_"]
                 self.assertEqual(found, (moves, 3))
 
@@ -247,13 +230,15 @@ class TestPieces(DeviceFreeTest):
         param = SimpleNamespace(
             padded_sharded_param_size=torch.Size(size), fsdp_placement=place
         )
-        self.assertEqual(count_pieces(param, BF16), count)
+        self.assertEqual(layouts.count_pieces(param, BF16), count)
 
 
 class TestReduceBuckets(DeviceFreeTest):
-    def plan(self, params) -> tuple[ReduceBucket, ...]:
-        slots = [ReduceSlot(i, orig, n) for i, (orig, _, n) in enumerate(params)]
-        return plan_buckets(slots, [(dtype, None) for _, dtype, _ in params])
+    def plan(self, params) -> tuple[layouts.ReduceBucket, ...]:
+        slots = [
+            layouts.ReduceSlot(i, orig, n) for i, (orig, _, n) in enumerate(params)
+        ]
+        return layouts.plan_buckets(slots, [(dtype, None) for _, dtype, _ in params])
 
     @plans
     @given(floating_params())
@@ -268,18 +253,18 @@ class TestReduceBuckets(DeviceFreeTest):
             found = (slot.grad_dtype, bucket.dtype, slot.shard_numel)
             self.assertEqual(found, params[slot.param])
         dtypes = {reduce_dtype for _, reduce_dtype, _ in params}
-        expected = sorted(dtypes, key=dtype_sort_key)
+        expected = sorted(dtypes, key=layouts.dtype_sort_key)
         self.assertEqual([bucket.dtype for bucket in buckets], expected)
         for bucket in buckets:
             self.check_runs_cover(bucket)
             dtypes = {slot.grad_dtype for slot in bucket.slots}
             runs = [dtype for dtype, _ in bucket.runs]
-            self.assertEqual(runs, sorted(dtypes, key=dtype_sort_key))
+            self.assertEqual(runs, sorted(dtypes, key=layouts.dtype_sort_key))
             for _, indices in bucket.runs:
                 members = [bucket.slots[i].param for i in indices]
                 self.assertEqual(members, sorted(members))
 
-    def check_runs_cover(self, bucket: ReduceBucket) -> None:
+    def check_runs_cover(self, bucket: layouts.ReduceBucket) -> None:
         numels = [slot.shard_numel for slot in bucket.slots]
         starts = [sum(numels[:i]) for i in range(len(numels) + 1)]
         self.assertEqual(bucket.starts, starts)

@@ -1,10 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""
-Models of ``transformers``, ``peft`` and ``diffusers`` in the dtypes that they themselves
-ask for, sharded by layer with plain ``fully_shard``, each step beside one process: the
-rows of ``fsdp_helpers/clients/tiny_models.py``. ``real_models.py`` beside it says what of
-a step must equal one process, and how closely.
-"""
+"""The rows of ``fsdp_helpers/clients/tiny_models.py``, beside one process."""
 
 import importlib
 import tempfile
@@ -57,7 +52,7 @@ class TestModels(ClientTest):
             ):
                 steps.append(step)
                 if len(steps) < STEPS:
-                    recorder.clear()
+                    recorder.calls.clear()
         self.check_steps(steps, dtypes=(FP32, tiny.dtype))
         self.check_sent(models[0], recorder)
 

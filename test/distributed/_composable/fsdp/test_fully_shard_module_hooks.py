@@ -1,12 +1,8 @@
 # Owner(s): ["oncall: distributed"]
 """
 What hooks of a unit's modules leave of what users set, and of gradients that users take
-themselves, what they warn of, and what loading a state dict costs. Also what the roots of
-one context share.
-
-In which order units are gathered is in ``test_fully_shard_prefetch.py``, which waits
-there are in ``test_fully_shard_streams.py``. How inputs and outputs are cast, and when
-a forward's parameters are whole, is the release's own code.
+themselves, what they warn of, and what loading a state dict costs. Also what the roots
+of one context share.
 """
 
 import copy
@@ -30,9 +26,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy, share_comm_ctx
 from torch.distributed.fsdp._fully_shard._fsdp_comms import DefaultAllGather
-from torch.distributed.fsdp._fully_shard._fsdp_context import (
-    Handoff,
-)
+from torch.distributed.fsdp._fully_shard._fsdp_context import Handoff
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -248,10 +242,7 @@ class Rounding(DefaultAllGather):
 
 
 class TestStale(FakeGroupTest):
-    """
-    Shards that are written to while their unit stays unsharded, as a root does after a
-    forward without gradients, which then computes with other values.
-    """
+    """Writes to shards of an unsharded unit, as a root is after evaluation."""
 
     ranks = 2
     # The use after evaluation, and whether the next forward warns

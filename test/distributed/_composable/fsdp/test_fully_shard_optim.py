@@ -1,8 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""
-Optimizers, and what is done to gradients before a step, where the gradients of a
-model have several dtypes: compared with one process that is given the same gradients.
-"""
+"""Steps and clipping with gradients of several dtypes, beside one process."""
 
 import copy
 from collections.abc import Callable
@@ -74,10 +71,7 @@ class TestOptim(utils.FSDPProcessTest):
 
     @parametrize("name", list(OPTIMIZERS))
     def test_optimizer_steps_as_one_process(self, name: str) -> None:
-        """
-        To the last bit, as do the states, in the dtype of their parameter. Adam's
-        kernels may round an element once less by its place in a shard, in each step.
-        """
+        """To the last bit, but that Adam's kernels may round once less in a step."""
         pair = Pair(self)
         optimizer = OPTIMIZERS[name](pair.model.parameters())
         alone = OPTIMIZERS[name](pair.alone.parameters())
@@ -144,8 +138,7 @@ class TestOptim(utils.FSDPProcessTest):
             self.device.type, init_scale=2.0**8, growth_interval=1
         )
         before = [full(param).clone() for param in model.parameters()]
-        x = utils.random_input(4, 9, seed=self.rank)
-        loss = model(x).float().square().mean()
+        loss = model(utils.random_input(4, 9, seed=self.rank)).float().square().mean()
         factor = float("inf") if overflows and self.rank == 1 else 1.0
         scaler.scale(factor * loss).backward()
         scaler.unscale_(optimizer)

@@ -15,36 +15,10 @@ from typing import Any
 import pytest
 
 from fsdp_helpers.build import REPOSITORY
-from fsdp_helpers.build.utils import (
-    ADDED,
-    BESIDE,
-    commit_all,
-    encoded,
-    git,
-    make_clone,
-    make_site,
-    OTHER,
-    PACKAGE,
-    REPLACED,
-    run,
-    ScratchTestCase,
-    VERSION,
-    write,
-)
+from fsdp_helpers.build import utils as small
 from fsdp_helpers.common.utils import RELEASE_ROOT
 
-from tools.overlay import (
-    COMMIT_BRANCH,
-    commit_branch,
-    DIGESTS,
-    files_to_lay,
-    FOLDER,
-    lay_links,
-    Overlay,
-    record,
-    TESTS,
-    torch_links,
-)
+from tools import overlay
 from tools.releases import DEFAULT, known, ToolError, tracked_files
 from torch.testing._internal.common_utils import parametrize, run_tests
 from torch.version import __version__ as TORCH
@@ -57,16 +31,16 @@ pytestmark = pytest.mark.tools
 DONE, FAILED, DONE_ALL_THE_SAME, KILLED = range(4)
 
 
-class SiteTestCase(ScratchTestCase):
+class SiteTestCase(small.ScratchTestCase):
     def setUp(self) -> None:
         super().setUp()
         self.root, self.site = self.scratch / "clone", self.scratch / "site-packages"
-        self.dist_info = make_site(self.site)
+        self.dist_info = small.make_site(self.site)
         for number, path in enumerate(sorted(self.site.rglob("*.py"))):
             os.utime(path, ns=(0, 10**18 + number))
-        (self.site / REPLACED[0]).chmod(0o640)
-        make_clone(self.root)
-        self.overlay = Overlay(self.site, self.root)
+        (self.site / small.REPLACED[0]).chmod(0o640)
+        small.make_clone(self.root)
+        self.overlay = overlay.Overlay(self.site, self.root)
         self.release = self.state()
 
     def state(self) -> dict[str, Any]:
@@ -90,14 +64,16 @@ class SiteTestCase(ScratchTestCase):
             name: path.read_bytes()
             for path in self.site.rglob("*")
             if path.is_file()
-            and not (name := self.name_of(path)).startswith(FOLDER)
+            and not (name := self.name_of(path)).startswith(overlay.FOLDER)
             and not name.endswith(".partial")
         }
 
     def assert_laid(self) -> None:
         """The branch is seen, and RECORD is true of it: a row for each file."""
         expected = {name: of[0] for name, of in self.release.items()}
-        expected |= {p: (self.root / p).read_bytes() for p in [*REPLACED, *ADDED]}
+        expected |= {
+            p: (self.root / p).read_bytes() for p in [*small.REPLACED, *small.ADDED]
+        }
         seen, name = self.seen(), f"{self.dist_info.name}/RECORD"
         rows = {row[0]: row[1:] for row in csv.reader(seen.pop(name).decode().split())}
         expected.pop(name)
@@ -105,7 +81,7 @@ class SiteTestCase(ScratchTestCase):
         for path, (digest, nbytes) in rows.items():
             if digest:
                 data = (self.site / path).read_bytes()
-                found = [f"sha256={encoded(data)}", str(len(data))]
+                found = [f"sha256={small.encoded(data)}", str(len(data))]
                 self.assertEqual([digest, nbytes], found, path)
         self.assertEqual({*rows}, {*self.state()})
 
@@ -126,7 +102,7 @@ class TestOverlay(SiteTestCase):
         for _ in range(2):
             self.assertIn("the branch, as it is in", self.overlay.lay())
             self.assert_laid()
-        write(self.root, {REPLACED[0]: "newer"})
+        small.write(self.root, {small.REPLACED[0]: "newer"})
         self.assertIn("as it is not in", self.overlay.status())
         self.overlay.lay()
         self.assert_laid()
@@ -136,25 +112,29 @@ class TestOverlay(SiteTestCase):
         self.assertEqual({path: path.read_bytes() for path in before}, before)
 
     def test_records_what_is_the_releases(self):
-        write(self.site, {BESIDE: "another", OTHER: "known now"})
-        self.assert_refused(f"{BESIDE} is not the release's", self.overlay.lay)
-        record(self.site, self.root)
-        digests = json.loads((self.root / DIGESTS).read_text())[DEFAULT]
-        self.assertEqual({*digests}, {*REPLACED, BESIDE, OTHER})
+        small.write(self.site, {small.BESIDE: "another", small.OTHER: "known now"})
+        self.assert_refused(f"{small.BESIDE} is not the release's", self.overlay.lay)
+        overlay.record(self.site, self.root)
+        digests = json.loads((self.root / overlay.DIGESTS).read_text())[DEFAULT]
+        self.assertEqual({*digests}, {*small.REPLACED, small.BESIDE, small.OTHER})
         self.overlay.lay()
-        self.assert_refused("--undo first", lambda: record(self.site, self.root))
+        self.assert_refused(
+            "--undo first", lambda: overlay.record(self.site, self.root)
+        )
         self.overlay.undo()  # and where the same files are no overlay, as in `.venv`
-        ours = [*REPLACED, *ADDED]
-        write(self.site, {path: (self.root / path).read_text() for path in ours})
-        self.assert_refused("the release's own", lambda: record(self.site, self.root))
+        ours = [*small.REPLACED, *small.ADDED]
+        small.write(self.site, {path: (self.root / path).read_text() for path in ours})
+        self.assert_refused(
+            "the release's own", lambda: overlay.record(self.site, self.root)
+        )
 
 
 class TestRefusals(SiteTestCase):
     WRONG = {
-        "replaced": (REPLACED[1], "somebody's", f"{REPLACED[1]} is not"),
-        "added": (ADDED[0], "somebody's", f"{ADDED[0]} is n"),
-        "missing": (BESIDE, None, f"{BESIDE} is missing"),
-        "link": (BESIDE, Path(OTHER), f"{BESIDE} is a link"),
+        "replaced": (small.REPLACED[1], "somebody's", f"{small.REPLACED[1]} is not"),
+        "added": (small.ADDED[0], "somebody's", f"{small.ADDED[0]} is n"),
+        "missing": (small.BESIDE, None, f"{small.BESIDE} is missing"),
+        "link": (small.BESIDE, Path(small.OTHER), f"{small.BESIDE} is a link"),
         "release": (
             "torch/version.py",
             "__version__ = '2.12.0'\n",
@@ -169,18 +149,18 @@ class TestRefusals(SiteTestCase):
         if isinstance(content, Path):
             (self.site / path).symlink_to(self.site / content)
         elif content is not None:
-            write(self.site, {path: content})
+            small.write(self.site, {path: content})
         self.assert_refused(text, self.overlay.lay)
 
     @parametrize("is_edited", [False, True])
     def test_a_file_that_was_changed_after_it_was_laid(self, is_edited: bool):
         self.overlay.lay()
         # As some editors do, to replace a link by a file
-        place = self.site / ADDED[1]
+        place = self.site / small.ADDED[1]
         data = b"edited there" if is_edited else place.read_bytes()
         place.unlink()
         place.write_bytes(data)
-        self.assert_refused(ADDED[1], self.overlay.undo)
+        self.assert_refused(small.ADDED[1], self.overlay.undo)
         self.assertIn("changed since", self.overlay.status())
 
 
@@ -247,7 +227,7 @@ class TestCommand(SiteTestCase):
         env = {"PYTHONPATH": str(self.site), "PYTHONDONTWRITEBYTECODE": "1"}
         tool, env = self.root / "tools/overlay.py", os.environ | env
         options = {"status": status, "env": env, "cwd": self.site.parent}
-        return run(sys.executable, tool, *arguments, **options)
+        return small.run(sys.executable, tool, *arguments, **options)
 
     def test_lay_status_undo(self):
         self.assertIn("no overlay", self.run_tool("--status"))
@@ -261,12 +241,12 @@ class TestCommand(SiteTestCase):
         folder = self.site.with_name("to")
         self.run_tool("--to", folder)
         self.assertEqual(self.state(), self.release)
-        module = ADDED[0].removesuffix(".py").replace("/", ".")
+        module = small.ADDED[0].removesuffix(".py").replace("/", ".")
         code = f"import {module} as m, torch; print(m.origin, torch.__version__)"
         env = os.environ | {"PYTHONPATH": str(folder)}
-        found = run(sys.executable, "-c", code, env=env, cwd="/").strip()
-        self.assertEqual(found, f"branch: {ADDED[0]} {VERSION}")
-        self.assertFalse((folder / ADDED[0]).is_symlink())
+        found = small.run(sys.executable, "-c", code, env=env, cwd="/").strip()
+        self.assertEqual(found, f"branch: {small.ADDED[0]} {small.VERSION}")
+        self.assertFalse((folder / small.ADDED[0]).is_symlink())
         self.assertIn("is there", self.run_tool("--to", folder, status=1))
 
 
@@ -297,25 +277,25 @@ LATER = {
 }
 
 
-class TestAnotherRelease(ScratchTestCase):
+class TestAnotherRelease(small.ScratchTestCase):
     """The branch beside files of a release that it was not written for."""
 
     def import_beside(self, path: str, old: str, new: str, status: int) -> str:
         text = (RELEASE_ROOT / path).read_text()
         self.assertIn(old, text)
-        write(self.scratch / "edited", {path: text.replace(old, new)})
+        small.write(self.scratch / "edited", {path: text.replace(old, new)})
         own = [*tracked_files(REPOSITORY, "torch"), path]
-        targets = torch_links(RELEASE_ROOT, REPOSITORY, own)
+        targets = overlay.torch_links(RELEASE_ROOT, REPOSITORY, own)
         targets[path] = str(self.scratch / "edited" / path)
-        lay_links(self.scratch / "tree", targets)
+        overlay.lay_links(self.scratch / "tree", targets)
         env = os.environ | {"PYTHONPATH": str(self.scratch / "tree")}
         command = "import torch.distributed.fsdp; print(torch.__version__)"
-        return run(sys.executable, "-c", command, status=status, env=env)
+        return small.run(sys.executable, "-c", command, status=status, env=env)
 
     @parametrize("name", LATER)
     def test_what_is_gone_or_new_is_an_import_error(self, name: str):
         file, old, new = LATER[name]
-        said = self.import_beside(f"{PACKAGE}/{file}.py", old, new, status=1)
+        said = self.import_beside(f"{small.PACKAGE}/{file}.py", old, new, status=1)
         fits = f"{known('or')}.*tools/overlay.py --undo"
         self.assertRegex(said, f"ImportError: torch {re.escape(TORCH)}.*{name}.*{fits}")
 
@@ -324,7 +304,7 @@ class TestAnotherRelease(ScratchTestCase):
         self.assertIn("2.15.9", said)
 
 
-class TestCheckout(ScratchTestCase):
+class TestCheckout(small.ScratchTestCase):
     """Our files over a tree with all of upstream's test names."""
 
     def setUp(self) -> None:
@@ -332,49 +312,53 @@ class TestCheckout(ScratchTestCase):
         self.checkout = self.scratch / "pytorch"
         if not RELEASE_ROOT.is_dir():
             self.skipTest("needs the release's own files")
-        digests = json.loads((REPOSITORY / DIGESTS).read_text())[RELEASE]
+        digests = json.loads((REPOSITORY / overlay.DIGESTS).read_text())[RELEASE]
         files = {path: (RELEASE_ROOT / path).read_text() for path in digests}
-        files |= dict.fromkeys((f"{TESTS}/{name}" for name in NAMES), "theirs")
+        files |= dict.fromkeys((f"{overlay.TESTS}/{name}" for name in NAMES), "theirs")
         files |= {"version.txt": f"{RELEASE}a0\n", ".gitignore": "build\n"}
-        write(self.checkout, files)
-        commit_all(self.checkout)
+        small.write(self.checkout, files)
+        small.commit_all(self.checkout)
 
     def test_one_commit_of_our_files_that_replaces_no_test_of_upstreams(self):
         tool = ("python3", REPOSITORY / "tools/overlay.py", self.checkout)
-        ours = files_to_lay()
-        start = git(self.checkout, "rev-parse", "HEAD")
-        self.assertIn(f"one commit on {COMMIT_BRANCH}", run(*tool))
-        self.assertEqual(git(self.checkout, "rev-parse", f"{COMMIT_BRANCH}~"), start)
-        self.assertEqual(git(self.checkout, "status", "--porcelain"), "")
-        changed = git(self.checkout, "diff", "--name-only", "HEAD~").splitlines()
+        ours = overlay.files_to_lay()
+        start = small.git(self.checkout, "rev-parse", "HEAD")
+        self.assertIn(f"one commit on {overlay.COMMIT_BRANCH}", small.run(*tool))
+        self.assertEqual(
+            small.git(self.checkout, "rev-parse", f"{overlay.COMMIT_BRANCH}~"), start
+        )
+        self.assertEqual(small.git(self.checkout, "status", "--porcelain"), "")
+        changed = small.git(self.checkout, "diff", "--name-only", "HEAD~").splitlines()
         self.assertEqual({*changed}, {*ours})
         for path, source in ours.items():
             self.assertTrue((self.checkout / path).read_bytes() == source.read_bytes())
         for name in NAMES:
-            self.assertEqual((self.checkout / TESTS / name).read_text(), "theirs")
-        self.assertIn("files are there", run(*tool))
+            self.assertEqual(
+                (self.checkout / overlay.TESTS / name).read_text(), "theirs"
+            )
+        self.assertIn("files are there", small.run(*tool))
 
     def test_checkout_that_is_not_as_released_is_refused(self):
         def assert_refused(text: str) -> None:
             state = ("status", "--porcelain", "--branch")
-            before = git(self.checkout, *state)
+            before = small.git(self.checkout, *state)
             with self.assertRaisesRegex(ToolError, text):
-                commit_branch(self.checkout)
-            self.assertEqual(git(self.checkout, *state), before)
+                overlay.commit_branch(self.checkout)
+            self.assertEqual(small.git(self.checkout, *state), before)
 
         theirs = "torch/distributed/fsdp/__init__.py"
-        ours = f"{TESTS}/test_fully_shard_hsdp.py"
-        write(self.checkout, {theirs: "", ours: ""})
+        ours = f"{overlay.TESTS}/test_fully_shard_hsdp.py"
+        small.write(self.checkout, {theirs: "", ours: ""})
         assert_refused(f"not committed:(.|\n)*{ours}")
-        git(self.checkout, "add", "--all")
-        git(self.checkout, "commit", "--quiet", "--message", "a vendor's")
+        small.git(self.checkout, "add", "--all")
+        small.git(self.checkout, "commit", "--quiet", "--message", "a vendor's")
         assert_refused(f"{ours} is no file(.|\n)*{theirs} is not the release's")
         (self.checkout / "version.txt").unlink()
         assert_refused("is not a PyTorch source tree")
 
     def test_names_owners_and_what_stays_here(self):
         """No test lacks a helper there."""
-        for path, source in files_to_lay().items():
+        for path, source in overlay.files_to_lay().items():
             text = source.read_text()
             if "/test_" in path:
                 self.assertTrue(text.startswith(OWNER), path)

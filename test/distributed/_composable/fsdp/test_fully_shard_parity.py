@@ -1,11 +1,10 @@
 # Owner(s): ["oncall: distributed"]
 """
-Whatever ``fully_shard`` can do, under the release and under this branch, with the same
-seeds and batches. Units of one dtype keep the release's bits, order of steps and
-collectives. Units of several have the bits of one unit of the release for each dtype,
-or for each policy, and the order of a uniform unit.
+The release and this branch, with the same seeds and batches.
 
-What is run is in ``fsdp_helpers/parity/run.py``.
+Units of one dtype keep the release's bits, order of steps and collectives. Units of
+several have the bits of one unit of the release for each dtype or policy, and the order
+of a uniform one.
 """
 
 from typing import Any

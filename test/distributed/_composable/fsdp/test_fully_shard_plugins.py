@@ -1,11 +1,9 @@
 # Owner(s): ["oncall: distributed"]
 """
-What plugins and trainers outside of torch use of ``fully_shard``'s modules: names that
-they read, write, call and replace. Under this branch a unit of one dtype gives them
-what it gives under the release, and what they replace is called as often. The same of
-what later releases than 2.13 added, and of mixed units what is said here.
+What plugins and trainers outside of torch use of ``fully_shard``'s modules.
 
-What is run is in ``fsdp_helpers/plugins/scenarios.py``, under both torches.
+A unit of one dtype gives them what it gives under the release, and what they replace is
+called as often. The same of what later releases than 2.13 added.
 """
 
 import unittest

@@ -1,9 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""
-What a precision policy says of each parameter, and what it refuses: policies are asked
-directly. And what units do whose parameters have policies, or a ``grad_dtype``, of their
-own.
-"""
+"""What a policy, or a ``grad_dtype``, says of each parameter, and what it refuses."""
 
 import copy
 import dataclasses
@@ -113,14 +109,12 @@ def computed(
     fields = {pattern: {"param_dtype": dtype} for pattern, dtype in patterns.items()}
     model = Model() if model is None else model
     policy = by_name(model, fields, param_dtype=BF16)
-    params = [param() for _ in fqns]
-    resolved = policies.resolve_all(policy, params, fqns, is_named)
+    resolved = policies.resolve_all(policy, [param() for _ in fqns], fqns, is_named)
     return [of.param_dtype for of in resolved]
 
 
 def failing(error: Exception) -> Policy:
-    override = mock.Mock(side_effect=error)
-    return Policy(reduce_dtype_override_fn=override)
+    return Policy(reduce_dtype_override_fn=mock.Mock(side_effect=error))
 
 
 def using(policy: Policy, stored: torch.dtype = FP32) -> Any:
@@ -358,8 +352,7 @@ class TestByName(DeviceFreeTest):
         patterns = {"*.A_log": FP32, "layers.0.norm.*": FP64}
         ends = ("A_log", "norm.weight", "proj.weight")
         # A norm of which nobody knows yet in which layer it is gets the default
-        found = computed(patterns, *ends, is_named=None)
-        self.assertEqual(found, [FP32, BF16, BF16])
+        self.assertEqual(computed(patterns, *ends, is_named=None), [FP32, BF16, BF16])
         # The root may be above the model and below
         for above in ("layers.", "model.layers.", ""):
             for layer, dtype in ((0, FP64), (1, BF16)):
@@ -408,10 +401,7 @@ class TestUnits(utils.FSDPThreadTest):
         return GivenGrads(**params).to(self.device)
 
     def backward(self, model: GivenGrads) -> list[tuple[torch.dtype, int]]:
-        """
-        Returns dtype and size of each reduction. The mean of gradients is 128.5, which is
-        128 in bf16.
-        """
+        """Returns dtype and size of each. The mean is 128.5, in bf16 128."""
         names = [name for name, _ in model.named_parameters()]
         with utils.record_collectives() as recorder:
             backward(model, **dict.fromkeys(names, (256.0, 1.0)[self.rank]))

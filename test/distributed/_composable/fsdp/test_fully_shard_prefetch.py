@@ -1,7 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""
-When the gather that comes next in backward starts, as ``set_backward_prefetch`` says.
-"""
+"""When the next gather of backward starts, by ``set_backward_prefetch``."""
 
 from typing import Any
 
@@ -62,10 +60,7 @@ class PrefetchTest(BlocksTest):
     def ahead(
         self, model: Any, loss: torch.Tensor | None = None, **kwargs: Any
     ) -> list[bool | None]:
-        """
-        Runs backward, by default of a new forward. Returns whether each unit, the last
-        first, was gathered when backward reached it.
-        """
+        """Runs backward; returns whether each unit was gathered at its turn."""
         if loss is None:
             loss = model(self.input()).sum()
         loss.backward(**kwargs)

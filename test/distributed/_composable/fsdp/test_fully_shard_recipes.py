@@ -1,8 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""
-Runs ``examples/train.py`` and every program in ``docs/recipes``: each recipe asserts what
-it says, and ends with the processes of its group in step.
-"""
+"""Runs the examples and ``docs/recipes``, which assert what they say."""
 
 import contextlib
 import os
@@ -54,9 +51,8 @@ class TestPrograms(FSDPProcessTest):
         """Returns what is there after the example has trained."""
         script = str(ROOT / "examples" / "train.py")
         ranks = {"LOCAL_WORLD_SIZE": str(self.world_size)}
-        argv = [script, str(steps), folder]
         with (
-            mock.patch.object(sys, "argv", argv),
+            mock.patch.object(sys, "argv", [script, str(steps), folder]),
             mock.patch.dict(os.environ, ranks),
             group_is_kept(),
         ):

@@ -1,7 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""
-The reduction of a unit's gradients over shards, against sums on paper.
-"""
+"""The reduction of a unit's gradients over shards, against sums on paper."""
 
 import weakref
 from collections import Counter
@@ -19,16 +17,12 @@ from fsdp_helpers.common.utils import DeviceFreeTest, FakeGroupTest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_compat
+from torch.distributed.fsdp._fully_shard import _fsdp_layout as layouts
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.fsdp._fully_shard import _fsdp_reduce as reduce_file
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_comms import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_context import FSDPCommContext
-from torch.distributed.fsdp._fully_shard._fsdp_layout import (
-    plan_all_to_all,
-    plan_buckets,
-    ReduceSlot,
-)
 from torch.distributed.fsdp._fully_shard._fsdp_reduce import BucketGrads
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import run_tests
@@ -73,14 +67,16 @@ class TestCopyIn(DeviceFreeTest):
     def copy_in(self, dtypes, keys, is_dense=True) -> Counter[str]:
         """Copies all in, each into its place. Returns the operators."""
         in_turn = sorted((dtypes * self.COUNT)[: self.COUNT], key=str)
-        slots = [ReduceSlot(i, d, 2 * (i % 3 + 1)) for i, d in enumerate(in_turn)]
+        slots = [
+            layouts.ReduceSlot(i, d, 2 * (i % 3 + 1)) for i, d in enumerate(in_turn)
+        ]
         keys = [keys[d] if isinstance(keys, dict) else keys for d in in_turn]
-        buckets = plan_buckets(slots, keys, is_mixed=True)
+        buckets = layouts.plan_buckets(slots, keys, is_mixed=True)
         sizes = [(self.RANKS * n.shard_numel // 2 - n.param % 2, 2) for n in slots]
         full = [torch.randn(size).to(d) for size, d in zip(sizes, in_turn)]
         full = full if is_dense else [grad.t().contiguous().t() for grad in full]
         grads = [[full[slot.param] for slot in bucket.slots] for bucket in buckets]
-        layout = plan_all_to_all(
+        layout = layouts.plan_all_to_all(
             tuple(b.wire_dtype for b in buckets), tuple(b.shard_numel for b in buckets)
         )
         numel = self.RANKS * layout.segment_numel
@@ -100,8 +96,7 @@ class TestCopyIn(DeviceFreeTest):
                 padded = torch.zeros(self.RANKS * slot.shard_numel)
                 padded[: full[slot.param].numel()] = full[slot.param].flatten()
                 expected = padded.view(self.RANKS, -1).to(rows.dtype)
-                found = rows.narrow(1, start, slot.shard_numel)
-                self.assert_same(found, expected)
+                self.assert_same(rows.narrow(1, start, slot.shard_numel), expected)
         return counts
 
     def test_a_fused_copy_for_each_pair_of_dtypes(self) -> None:

@@ -64,10 +64,7 @@ def is_comparison(call: Call) -> bool:
 
 
 def new_patterns(number: int, steps: list[dict[str, Any]]) -> Iterator[int]:
-    """
-    Yields for each step how many gathers and reductions are there that no earlier
-    one had, since the beginning or since the state was reset.
-    """
+    """Yields each step's gathers and reductions that no earlier one had."""
     seen: set[Any] = set()
     gathers = blocks = len(draw(number).blocks)
     for step in steps:

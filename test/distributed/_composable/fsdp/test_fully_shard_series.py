@@ -1,8 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""
-``tools/series.py``: edits become commits and commits edits. What each change's own tests
-say is for `make series`, which runs them on the release that the edits were written for.
-"""
+"""``tools/series.py``: edits become commits. `make series` runs the tests of each."""
 
 import os
 import unittest

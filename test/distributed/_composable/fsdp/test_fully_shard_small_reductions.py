@@ -1,11 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""
-Small reductions of several units that travel together, as ``set_reduce_bucket_cap``
-says: the same bits as without it, in fewer collectives.
-
-Sums over two ranks have the same bits in any order; a backend may add those of more in
-another one where elements lie elsewhere.
-"""
+"""``set_reduce_bucket_cap``: the same bits as without it, in fewer collectives."""
 
 from collections.abc import Callable
 from typing import Any
@@ -264,8 +258,7 @@ class TestExcluded(JoinTest):
                 unit.set_all_reduce_hook(seen.append)
             else:
                 unit.set_custom_reduce_scatter(comm)
-        found = self.reductions(model)
-        self.assertEqual(len(found), 3 * BLOCKS)
+        self.assertEqual(len(self.reductions(model)), 3 * BLOCKS)
         self.assertEqual(len(seen), 6 if which == "hook" else 0)
         self.assert_nothing_waits(model)
 

@@ -1,12 +1,9 @@
 # Owner(s): ["oncall: distributed"]
 """
-Which stream waits for which: every schedule of ``fully_shard`` is recorded on one
-rank of :mod:`fsdp_helpers.late_device`, with units of one dtype and of several, and
-nothing that it issues may use memory that something else uses without an order.
-
-Then each call in our modules that orders streams is left out, one at a time, and some
-schedule has to show a pair without an order, but for :data:`UNSEEN`. That tells as well
-whether the device is late enough.
+Which stream waits for which: schedules are recorded on one rank of
+:mod:`fsdp_helpers.late_device`, and nothing may use memory that something else uses
+without an order. Each call in our modules that orders streams is left out in turn, and
+some schedule must show it, but for :data:`UNSEEN`.
 """
 
 import functools

@@ -1,8 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""
-The summary of a model's units says what they send: it is compared with the
-collectives that a step issues.
-"""
+"""The summary of units says what they send, as the collectives of a step show."""
 
 import logging
 import operator
@@ -137,8 +134,7 @@ class TestSummaryOfOneRank(utils.FakeGroupTest):
         tables = [record.getMessage() for record in logs.records]
         self.assertEqual(len(tables), 3)
         self.assertEqual(layout_summary(model), summary)
-        units = rows_by_unit(summary)
-        for rows, table in zip(units, tables, strict=True):
+        for rows, table in zip(rows_by_unit(summary), tables, strict=True):
             self.assertEqual(str(LayoutSummary(tuple(rows))), table)
         # Titles, a line, three rows of dtypes, a frozen one, and their sum
         lines = [line.split() for line in tables[1].splitlines()]
@@ -219,8 +215,7 @@ class TestSummaryOfSteps(utils.FSDPThreadTest):
         shard(model, mesh=mesh_of(*map(int, sizes or "4")), mp_policy=policy)
         summary = layout_summary(model)
         with utils.record_collectives() as recorder:
-            x = torch.ones(2, 16, dtype=BF16, device=self.device)
-            model(x).sum().backward()
+            model(torch.ones(2, 16, dtype=BF16, device=self.device)).sum().backward()
         first = recorder.named("all_to_all")[0]
         self.assertEqual(summary.rows[0].reduced_nbytes, first.nbytes)
         self.assertEqual(first.dtype, BF16 if sizes == "4" else FP32)

@@ -1,10 +1,8 @@
 # Owner(s): ["oncall: distributed"]
 """
-What a warm step of one unit of two parameters passes through in FSDP2's files: so many
-conditions, functions, lines and files, and crossings between files. A condition is an
-``if``, a ternary, or an operand after the first of ``and`` or ``or``, in a function that
-is entered. What a step does not need shall not stand on its way. And how often it looks
-for observers, for whom alone it calls operators.
+What a warm step of a unit of two parameters passes through in FSDP2's files, which
+shall have nothing that a step does not need, and how often it looks for observers. A
+condition is an ``if``, a ternary, or an operand after the first of ``and`` or ``or``.
 """
 
 import ast

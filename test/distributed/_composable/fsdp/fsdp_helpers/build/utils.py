@@ -73,8 +73,7 @@ def make_site(site: Path, version: str = VERSION) -> Path:
 
 def encoded(data: bytes) -> str:
     """Returns a digest as RECORD has it."""
-    digest = hashlib.sha256(data).digest()
-    return base64.urlsafe_b64encode(digest).decode().rstrip("=")
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
 
 
 def make_wheel(folder: Path, version: str = VERSION) -> Path:

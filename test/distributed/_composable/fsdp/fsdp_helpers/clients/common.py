@@ -58,6 +58,9 @@ class ClientTest(utils.FSDPProcessTest):
             forkserver._forkserver._stop()  # it serves tests that import none of these
         super()._spawn_processes(world_size)
 
+    def check_same(self, found: Iterable[Difference]) -> None:
+        self.assertEqual([str(each) for each in found if not each.ok], [])
+
     def check_steps(
         self,
         steps: Iterable[list[Difference]],
@@ -66,10 +69,8 @@ class ClientTest(utils.FSDPProcessTest):
         """Each is as in one process, with gradients of both dtypes."""
         gradients = {f"{d} gradients".removeprefix("torch.") for d in dtypes}
         for step in steps:
-            wrong = [str(each) for each in step if not each.ok]
-            self.assertEqual(wrong, [])
-            kinds = {each.what for each in step}
-            self.assertGreaterEqual(kinds, gradients)
+            self.check_same(step)
+            self.assertGreaterEqual({each.what for each in step}, gradients)
 
     def check_backward(
         self,
@@ -82,8 +83,7 @@ class ClientTest(utils.FSDPProcessTest):
         """Loss and gradients of chunk ``place`` are as in one process."""
         expected = reference.backward(chunks)
         self.assertEqual(loss.detach(), expected[place], rtol=0, atol=0)
-        found = [*reference.gradient_differences(model)]
-        self.assertEqual([str(each) for each in found if not each.ok], [])
+        self.check_same(reference.gradient_differences(model))
 
     def check_step(
         self, reference: OneProcess, model: nn.Module, optimizer: Any
@@ -92,5 +92,4 @@ class ClientTest(utils.FSDPProcessTest):
         reference.step(model)
         optimizer.step()
         optimizer.zero_grad()
-        found = reference.parameter_differences(model)
-        self.assertEqual([str(each) for each in found if not each.ok], [])
+        self.check_same(reference.parameter_differences(model))

@@ -1,16 +1,12 @@
-"""Multiplies half-precision matrices in fp32 on CPUs that have no instructions for them.
+"""
+Multiplies half-precision matrices in fp32 on CPUs that have no instructions for them.
 
 [Note: how half matrices are multiplied]
 An x86 CPU without AVX512 multiplies bf16 and fp16 matrices one element at a time, 30 to
-150 times slower than fp32 ones. Tests of models would then spend nine tenths of their time
-there. :func:`widen_half_products` makes ``mm``, ``bmm``, ``addmm`` and ``baddbmm`` do on
-such a CPU what kernels for half precision do in hardware: convert the factors to fp32,
-which is exact, add the products up in fp32, and round the result once.
-
-So only the order of the additions differs from another CPU's kernel. Parameters,
-activations, gradients and all that is sent keep their dtypes, and both sides of a
-comparison, FSDP and one process, multiply alike. Other devices, other dtypes and CPUs
-that have the instructions keep PyTorch's own kernels.
+150 times slower than fp32 ones. There :func:`widen_half_products` makes ``mm``,
+``bmm``, ``addmm`` and ``baddbmm`` do what hardware does: convert the factors to fp32,
+which is exact, add the products up in fp32, and round once. Only the order of the
+additions differs from another CPU's kernel.
 """
 
 import functools
@@ -41,11 +37,7 @@ def slow_dtypes() -> frozenset[torch.dtype]:
 
 @functools.cache  # once in a process
 def widen_half_products() -> None:
-    """Multiplies matrices of the slow dtypes in fp32 on the CPU.
-
-    It replaces CPU kernels of the whole process, so it is for scripts and tests, not
-    for libraries. See [Note: how half matrices are multiplied].
-    """
+    """Changes kernels of the process. See [Note: how half matrices are multiplied]."""
     if not (widened := slow_dtypes()):
         return
     kernels = {n: torch.library.get_kernel(f"aten::{n}", "CPU") for n in PRODUCTS}

@@ -61,10 +61,7 @@ LossFunction = Callable[[nn.Module, Tensor], Tensor]
 
 
 def needs(*packages: str) -> Any:
-    """
-    Skips tests where packages of other people's are missing: one that was yanked stops
-    no test of FSDP itself. Continuous integration has all of them.
-    """
+    """Skips tests where others' packages are missing. CI has all of them."""
     missing = [name for name in packages if find_spec(name) is None]
     reason = f"{', '.join(missing)} not installed, see pyproject.toml"
     return unittest.skipIf(bool(missing) and not os.environ.get("CI"), reason)
@@ -77,11 +74,7 @@ def make_mesh(device_type: str) -> DeviceMesh:
 def cast_parameters(
     model: nn.Module, dtype: torch.dtype, *, but_fp32: Collection[str]
 ) -> None:
-    """Casts every parameter to ``dtype``, but those of the given names to fp32.
-
-    A name fits where a parameter's ends with it: ``gate.weight`` is the weight of
-    every module called ``gate``. Buffers stay as they are.
-    """
+    """Casts all parameters to ``dtype``, and those of which names end so to fp32."""
     found = set()
     for name, parameter in model.named_parameters():
         fits = {end for end in but_fp32 if f".{name}".endswith(f".{end}")}
@@ -131,10 +124,7 @@ def train_side_by_side(
     loss_of: LossFunction,
     batches: Iterable[Tensor],
 ) -> Iterator[list[Difference]]:
-    """
-    Shards ``model``, trains it, and yields the differences that this rank sees in each
-    step. Each batch has one chunk for each rank along its first dimension.
-    """
+    """Trains ``model``, sharded, and yields what differs on this rank by step."""
     reference = OneProcess(copy.deepcopy(model), loss_of)
     shard(model, mesh)
     optimizer = make_optimizer(model)

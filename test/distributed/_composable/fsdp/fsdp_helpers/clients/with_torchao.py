@@ -1,9 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """
-torchao's weights that are gathered in 8 bits, in one unit with bf16 and fp32 ones.
-
-A CPU has no products of float8: torchao's own ``emulate`` computes them in fp32 from the
-same values.
+torchao's 8-bit gathers, in one unit with bf16 and fp32 weights. A CPU has no products
+of float8: torchao's ``emulate`` computes them in fp32.
 """
 
 from typing import Any

@@ -1,10 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """
 torchtitan's models, sharded by its own ``apply_fsdp_to_decoder``, beside one process.
-
-Two things of it need a GPU. Its models import kernels of Triton for one way of sending
-tokens to experts, which is not used here and is stood in for. Its attention compiles:
-the models get torchtitan's other attention, that of ``scaled_dot_product_attention``.
+What of it needs a GPU, kernels of Triton and compiled attention, is stood in for.
 """
 
 import functools

@@ -1,10 +1,8 @@
 # Owner(s): ["oncall: distributed"]
 """
 accelerate, by itself and under transformers' ``Trainer`` and TRL's ``SFTTrainer``, and
-Lightning Fabric: each optimizer step beside one process, and resuming from a checkpoint.
-
-accelerate takes DDP on a CPU. ``fsdp_accelerator`` has it take FSDP there, as it does
-by itself on an accelerator; all else is what runs there.
+Lightning Fabric: each optimizer step beside one process, and resuming from a
+checkpoint. accelerate takes DDP on a CPU; ``fsdp_accelerator`` has it take FSDP there.
 """
 
 import copy
@@ -86,9 +84,8 @@ def beside_one_process(
     class Beside(TrainerCallback):
         def __init__(self) -> None:
             self.reference = OneProcess(model, loss_of)
-            params = self.reference.model.parameters()
             self.reference.optimizer = torch.optim.AdamW(
-                params, lr=RATE, weight_decay=0.0
+                self.reference.model.parameters(), lr=RATE, weight_decay=0.0
             )
             self.seen: list[torch.Tensor] = []
             self.wrong: list[str] = []
@@ -189,8 +186,7 @@ class TestTrainer(TrainerTest):
         options = {"cpu": True, "mixed_precision": "no", "fsdp_plugin": plugin}
         with as_launched(self.rank, self.world_size):
             accelerator = fsdp_accelerator(**options)
-            optimizer = torch.optim.SGD(model.parameters())
-            model, _ = accelerator.prepare(model, optimizer)
+            model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
             AcceleratorState._reset_state(reset_partial_state=True)
         self.assertEqual([param.dtype for param in model.parameters()], stored)
         mixer, seen = model.get_submodule("backbone.layers.0.mixer"), {}

@@ -1,7 +1,4 @@
-"""
-What the tests of collectives share: units whose gradients are given, the functions of
-``_fsdp_collectives`` called on one rank of several threads, and a count of operators.
-"""
+"""What tests of collectives share, which they call on one rank of several threads."""
 
 import contextlib
 import copy
@@ -23,10 +20,9 @@ import torch.nn as nn
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_reduce
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_reduce
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
@@ -100,8 +96,7 @@ class GivenGrads(nn.Module):
 
 
 def backward(model: nn.Module, **grads: float | torch.Tensor) -> None:
-    device = next(model.parameters()).device
-    x = torch.zeros(1, requires_grad=True, device=device)
+    x = torch.zeros(1, requires_grad=True, device=next(model.parameters()).device)
     model(x, **grads).sum().backward()
 
 
@@ -155,7 +150,9 @@ class ThreadTest(FSDPThreadTest):
         # One stream for all: the threads' collectives know of no other
         return device_mesh._get_device_handle(THREAD_DEVICE_TYPE).current_stream()
 
-    def all_gather(self, unit: FSDPParamGroup, **changes: Any) -> AllGatherResult:
+    def all_gather(
+        self, unit: FSDPParamGroup, **changes: Any
+    ) -> collectives.AllGatherResult:
         arguments = {
             "fsdp_params": unit.fsdp_params,
             "group": unit.mesh_info.shard_process_group,
@@ -168,7 +165,9 @@ class ThreadTest(FSDPThreadTest):
         }
         return collectives.foreach_all_gather(**(arguments | changes))
 
-    def copy_out(self, unit: FSDPParamGroup, result: AllGatherResult) -> None:
+    def copy_out(
+        self, unit: FSDPParamGroup, result: collectives.AllGatherResult
+    ) -> None:
         group = unit.mesh_info.shard_process_group
         collectives.foreach_all_gather_copy_out(
             result, unit.fsdp_params, group, cache=unit._cache
@@ -241,15 +240,12 @@ _one_counts = threading.Lock()
 
 @contextlib.contextmanager
 def count_operators() -> Iterator[Counter[str]]:
-    """
-    Counts the operators that this thread calls where nobody counts them. One thread
-    at a time counts, so what it calls must not communicate.
-    """
+    """Counts this thread's operators, while no other counts: nothing may be sent."""
     counts: Counter[str] = Counter()
     # As if the mode that counts, which gets operators, were not there
     gather, reduce = (
         mock.patch.object(module, "gets_operators", lambda _: False)
-        for module in (_fsdp_collectives, _fsdp_reduce)
+        for module in (collectives, _fsdp_reduce)
     )
     with _one_counts, gather, reduce, dispatched() as names:
         yield counts

@@ -1,7 +1,4 @@
-"""
-Stand-ins for what others bring: collectives, symmetric memory, steps of plugins, and who
-looks on. They run on the release as well.
-"""
+"""Stand-ins for what others bring, and who looks on. The release runs them, too."""
 
 from __future__ import annotations
 
@@ -98,10 +95,7 @@ class KeptGather(Gather):
 
 
 class KeptScatter(Scatter):
-    """
-    May serve all units, as an input is sent before the next one is filled, unless it
-    keeps the results too. It gives out an input and a result in turns.
-    """
+    """May serve all units: gives out an input and a result in turns."""
 
     def __init__(self, keeps_results: bool = False) -> None:
         self.inputs, self.results = Kept(), Kept() if keeps_results else None

@@ -1,9 +1,6 @@
 """
-A small model for scripts whose results are compared between the release and this
-branch, and what they note of it. Written so that either runs it.
-
-The layers multiply in fp32, whatever they store or gather: half matrices are slow
-on some processors.
+A small model for comparisons of the release and this branch, which both run. It
+multiplies in fp32: half matrices are slow on some processors.
 """
 
 import contextlib

@@ -1,6 +1,4 @@
-"""
-What tests expect where releases differ, in one place. Runs on the release itself too.
-"""
+"""What tests expect where releases differ. Runs on the release itself too."""
 
 from collections.abc import Iterable
 

@@ -1,7 +1,4 @@
-"""
-Runs a script of ``scenarios.py``'s scenarios on the release and on this branch, at the
-same time, for tests that compare what came of them.
-"""
+"""Runs scenarios on the release and this branch at once, to compare them."""
 
 import functools
 import pickle

@@ -1,8 +1,4 @@
-"""
-Scenarios that four ranks run with whatever torch is imported, the release or this
-branch, so that a test can compare what came of them. A scenario that raises is saved
-as its error, and the others run on.
-"""
+"""Scenarios for four ranks, under any torch. An error is saved as a result."""
 
 import argparse
 import gc
@@ -132,10 +128,7 @@ class Scenarios(dict[str, Scenario]):
     def main(
         self, description: str | None, beside: Callable[[], Record] | None = None
     ) -> None:
-        """
-        Runs each rank in a process, and prints which torch they ran. ``beside`` runs in
-        this process after all scenarios, and returns more results.
-        """
+        """Runs each rank in a process; then ``beside``, which returns more, in this."""
         parser = argparse.ArgumentParser(description=description)
         parser.add_argument("--out", required=True, help="folder for a file by rank")
         parser.add_argument("--only", nargs="+", help="scenarios to run, default all")

@@ -1,8 +1,7 @@
 """
-What the tests of ``fully_shard`` share: the base classes of tests with ranks in
-processes (gloo, or NCCL where there are as many devices; under torchrun they join the
-launched group), with ranks in threads and with none, a recorder of collectives, small
-models of several dtypes, and a way to run Python on the release.
+What the tests of ``fully_shard`` share: base classes of tests with ranks in processes
+(under torchrun the launched ones), in threads and none, a recorder of collectives,
+small models of several dtypes, and a way to run Python on the release.
 """
 
 import atexit
@@ -88,11 +87,7 @@ def run_python(
     env: dict[str, str] | None = None,
     timeout: float = 1200,
 ) -> str:
-    """
-    Runs the interpreter with ``args``, e.g. ``"-c", code`` or ``"-m", module`` of a
-    package beside the tests, and returns what it prints. ``on_release`` makes ``torch``
-    the release.
-    """
+    """Returns what Python prints, run with ``args``, on the branch or the release."""
     if on_release and not RELEASE_ROOT.is_dir():
         raise unittest.SkipTest("needs the release beside the branch")
     root = RELEASE_ROOT if on_release else TREE_ROOT
@@ -157,9 +152,6 @@ class CollectiveRecorder:
     all_gathers = property(lambda self: self.named("all_gather"))
     reduce_scatters = property(lambda self: self.named("reduce_scatter"))
     all_reduces = property(lambda self: self.named("all_reduce"))
-
-    def clear(self) -> None:
-        self.calls.clear()
 
 
 # Function of `torch.distributed` to (name to record, its larger buffer)
@@ -238,11 +230,7 @@ class CastLinear(nn.Linear):
 
 
 class MixedBlock(nn.Module):
-    """
-    Siblings of three dtypes, as hybrid language models have them: bf16 and fp16
-    matrices beside fp32 norm gains and a bare fp32 decay of one element. No size
-    divides by 2 or 4.
-    """
+    """Siblings of three dtypes, also of one element. No size divides by 2 or 4."""
 
     def __init__(self, dim: int = 9, hidden: int = 7):
         super().__init__()
@@ -273,8 +261,7 @@ def random_input(
     *size: int, seed: int, dtype: torch.dtype = torch.float32, device: str | None = None
 ) -> torch.Tensor:
     """Returns what depends on ``seed`` alone, in a thread of many as well."""
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(size, generator=generator)
+    values = torch.randn(size, generator=torch.Generator().manual_seed(seed))
     return values.to(device or DEVICE_TYPE, dtype)
 
 
@@ -354,8 +341,7 @@ class FakeGroupTest(DeviceFreeTest):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        store = FakeStore()
-        dist.init_process_group("fake", store=store, rank=0, world_size=cls.ranks)
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cls.ranks)
 
     @classmethod
     def tearDownClass(cls) -> None:
@@ -474,11 +460,7 @@ def _leave_launched_group() -> None:
 
 @on_first_rank
 class FSDPThreadTest(ParametrizedTest, FSDPTestMultiThread):
-    """
-    Every test runs in ``world_size`` threads of one process. They share the
-    random number generator and, where there is one, the accelerator. A test here
-    patches nothing of the process, as the other threads would see it too.
-    """
+    """Ranks are threads, which share generators: a test patches nothing here."""
 
     world_size: int = 2
 
@@ -487,11 +469,9 @@ class FSDPThreadTest(ParametrizedTest, FSDPTestMultiThread):
         torch.empty(1, device=THREAD_DEVICE_TYPE)
         super().setUp()
 
-    def perThreadSetUp(self) -> None:
-        pass
+    def perThreadSetUp(self) -> None: ...
 
-    def perThreadTearDown(self) -> None:
-        pass
+    def perThreadTearDown(self) -> None: ...
 
     @property
     def device(self) -> torch.device:

@@ -1,9 +1,6 @@
 """
-What the rest of torch, vendors and users find of FSDP's two modules and of sharded
-modules, with whatever torch is imported: names, signatures and attributes, what comes of
-copying and saving, and what a part of a model keeps alive.
-
-One process, which stands for a rank of four: its group sends nothing.
+What the rest of torch, vendors and users find of FSDP's modules and of sharded ones:
+names, signatures and attributes, what comes of copies, and what a part keeps alive.
 """
 
 import contextlib
@@ -84,10 +81,7 @@ def signatures() -> dict[str, Any]:
 
 
 def is_pythons(name: str, value: Any) -> bool:
-    """
-    Whether this is Python's standard library's, which others import from there: the
-    release has such names only because its own code uses them.
-    """
+    """Whether it is the standard library's, which others import from there."""
     if name in typing.__all__:
         return True
     if inspect.ismodule(value):

@@ -1,9 +1,6 @@
 """
-A device that is late, on the CPU: as asynchronous, and as unkind, as the rules of
-CUDA allow. Whole training steps run on it with the streams, events and buffers that
-``fully_shard`` has on an accelerator, and what they issue is looked at for entries that
-use the same memory in no order. docs/architecture.md has an example, and says what that
-proves and what not.
+A device that is late, on the CPU: as asynchronous, and as unkind, as CUDA's rules
+allow. docs/architecture.md has an example, and says what that proves and what not.
 """
 
 from collections.abc import Callable
@@ -26,10 +23,7 @@ def check(program: Callable[[Rank], Any], *, ranks: int = 4) -> list[str]:
 
 
 def unordered(recording: Recording) -> list[str]:
-    """
-    Returns the pairs of entries that use the same bytes, one of them to write, and
-    that nothing orders. No other pair can make orders of execution differ.
-    """
+    """Returns the pairs that use the same bytes, one to write, in no order."""
     entries = recording.entries
     reach = [0] * len(entries)
     uses: list[tuple[int, int, int, int, bool]] = []

@@ -1,7 +1,4 @@
-"""
-What stands in for a device: streams, events and ``torch.cuda``, which order what a rank
-(of ``record.py``, which makes them) issues; and what a recording of that holds.
-"""
+"""Stands in for a device: its streams, events and ``torch.cuda``; and recordings."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 """
-Records what a program issues to a device that is late: which operator, copy and
-collective it put into which stream, after what, and in which memory.
-
-One rank runs, in a group of several: what the others do is what it does. It runs what it
-issues at once, on tensors of its own.
+Records what a program issues to a late device: into which stream, after what, and in
+which memory. One rank runs, at once; what the others do is what it does.
 """
 
 import contextlib
@@ -95,9 +92,8 @@ class Rank:
         self, label: Any, reads: list[Piece], writes: list[Piece], stream: Stream
     ) -> None:
         entries, before = self.recording.entries, stream.clock | self.host.clock
-        line = caller_line()
         entry = devices.Entry(
-            len(entries), stream, str(label), line, before, reads, writes
+            len(entries), stream, str(label), caller_line(), before, reads, writes
         )
         entries.append(entry)
         stream.clock = frozenset((entry,))
@@ -112,8 +108,7 @@ class Rank:
         reads, writes = self._given(operator, args, kwargs)
         result = operator(*args, **kwargs)
         results = tree_leaves(result)
-        name = operator._schema.name
-        if name in operators.ALLOCATING:
+        if operator._schema.name in operators.ALLOCATING:
             for tensor in filter(is_on_device, results):
                 self._piece(tensor, label="empty")
             return result
@@ -153,10 +148,7 @@ class Rank:
         label: str | None = None,
         owner: Stream | None = None,
     ) -> Piece:
-        """
-        Returns where a tensor lies. With a label, its memory was allocated right
-        now. Otherwise memory that was never seen was there before.
-        """
+        """Returns where a tensor lies. With a label, it was allocated right now."""
         storage = tensor.untyped_storage()
         known = self._memory.get(storage._cdata)
         memory = known[1] if known else self._allocate(storage, label, owner)
@@ -165,10 +157,7 @@ class Rank:
     def _allocate(
         self, storage: torch.UntypedStorage, label: str | None, owner: Stream | None
     ) -> Memory:
-        """
-        Takes note of memory that its owner gets. That may be any that it has freed: so
-        both are written in its stream.
-        """
+        """Notes memory that its owner gets, maybe of what it freed: all is written."""
         owner = owner or self.stream
         for memory in self._freed.pop(owner, ()):
             whole = Piece(memory, (0, memory.nbytes))
@@ -186,8 +175,7 @@ class Rank:
         """Finds out which memory was let go of since the last call."""
         # Not a method of the storage: this runs at each operator, for all memory
         is_expired = torch.UntypedStorage._expired
-        expired = [k for k, (ref, _) in self._memory.items() if is_expired(ref.cdata)]
-        for key in expired:
+        for key in [k for k, (ref, _) in self._memory.items() if is_expired(ref.cdata)]:
             self._free(self._memory.pop(key)[1])
 
     def _free(self, memory: Memory) -> None:
@@ -255,8 +243,7 @@ def record(
     torch.manual_seed(0)
     rank = Rank(Watch(without))
     with _patched(rank):
-        store = FakeStore()
-        dist.init_process_group("fake", store=store, rank=0, world_size=ranks)
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
         try:
             with operators.OperatorMode(rank):
                 program(rank)

@@ -1,7 +1,4 @@
-"""
-Schedules of ``fully_shard``, with units of each of :data:`KINDS`: what the tests of
-streams record on 4 ranks, or on one of them alone.
-"""
+"""Schedules of ``fully_shard`` that tests of streams record, by :data:`KINDS`."""
 
 import contextlib
 import gc
@@ -11,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from fsdp_helpers.common.comms import BF16, FP16, FP32, FP64, GivenGrads
+from fsdp_helpers.common.comms import BF16, FP16, FP32, FP64, GivenGrads, mesh_of
 from fsdp_helpers.common.doubles import OneBuffer
 from fsdp_helpers.common.release_rules import IS_2_15
 from fsdp_helpers.common.utils import CastLinear, MixedBlock
@@ -22,7 +19,7 @@ from fsdp_helpers.late_device.record import record as record_program
 import torch
 import torch.nn as nn
 from torch.distributed import fsdp
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy, share_comm_ctx
 from torch.distributed.fsdp._fully_shard import _fsdp_context, _fsdp_layout
 from torch.distributed.tensor import Shard
@@ -105,9 +102,7 @@ class ScheduleKit:
 
     def mesh(self, *shape: int) -> DeviceMesh:
         if shape not in self.meshes:
-            names = ("replicate", "shard")[-len(shape) :]
-            mesh = init_device_mesh(self.device, shape, mesh_dim_names=names)
-            self.meshes[shape] = mesh
+            self.meshes[shape] = mesh_of(*shape, device=self.device)
         return self.meshes[shape]
 
     def net(self) -> Net:
@@ -356,10 +351,7 @@ def gradient_is_an_activation_s(kit: ScheduleKit) -> None:
 
 
 def finalized_in_its_own_stream(kit: ScheduleKit) -> None:
-    """
-    Twice of two microbatches that reduce nothing, and between them of one that reduces
-    at once. What is left to reduce is copied in there, and waited for where it is used.
-    """
+    """Between, one microbatch reduces at once. What is left is copied in there."""
     handle, side = kit.rank.handle, kit.rank.new_stream("finalization")
     for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)):
         net = kit.sharded_net(mesh=mesh)

@@ -1,7 +1,4 @@
-"""
-Where a program stands: its calls that order streams, so that one of them can be left
-out, and the line that issues what is looked at.
-"""
+"""Where a program stands: its calls that order streams, and the line that issues."""
 
 import functools
 import linecache
@@ -67,10 +64,7 @@ def _is_worth_telling(file: str) -> bool:
 
 
 def caller_line() -> Line:
-    """
-    Returns the innermost line of ``fully_shard`` or of what is not torch: in
-    backward that is a hook's line or the call of backward.
-    """
+    """Returns the innermost line of ``fully_shard``, of a hook or of no torch."""
     for frame, number in traceback.walk_stack(sys._getframe(2)):
         if _is_worth_telling(frame.f_code.co_filename):
             return Line(frame.f_code.co_filename, number, frame.f_code.co_name)

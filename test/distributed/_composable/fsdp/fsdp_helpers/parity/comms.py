@@ -8,13 +8,7 @@ from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
-from fsdp_helpers.common.doubles import (
-    Gather,
-    KeptGather,
-    KeptScatter,
-    Scatter,
-    SymmMemStub,
-)
+from fsdp_helpers.common import doubles
 from fsdp_helpers.common.parity_layers import FP16, groups_of, Record, units_of
 from fsdp_helpers.common.scenarios import Setup
 from fsdp_helpers.common.utils import shard_blocks
@@ -68,8 +62,10 @@ def take_sine_in_hook(has_stream: bool = False) -> Callable[[nn.Module], None]:
 
 _HYBRID: dict[str, Any] = {"is_hybrid": True, "ranks": 4}
 for _name, _prepare in {
-    "kept_buffers": set_comms(KeptGather, cache(KeptScatter)),
-    "kept_results": set_comms(Gather, partial(KeptScatter, keeps_results=True)),
+    "kept_buffers": set_comms(doubles.KeptGather, cache(doubles.KeptScatter)),
+    "kept_results": set_comms(
+        doubles.Gather, partial(doubles.KeptScatter, keeps_results=True)
+    ),
     "async_unshard_op": lambda model: model._set_unshard_async_op(True),
     "memory_from_group": each_unit(MEMORY, True),
     "all_reduce_hook_with_stream": take_sine_in_hook(has_stream=True),
@@ -78,7 +74,9 @@ for _name, _prepare in {
 # Only with more than two ranks most segments are neither the first nor the last
 add_mode(
     "custom_comms",
-    Mode(UNIFORM, dtype=FP16, prepare=set_comms(Gather, Scatter), ranks=4),
+    Mode(
+        UNIFORM, dtype=FP16, prepare=set_comms(doubles.Gather, doubles.Scatter), ranks=4
+    ),
 )
 add_mode("taken_back", Mode(prepare=take_back), makes_groups=True)
 
@@ -90,12 +88,12 @@ def hsdp_separate_group(setup: Setup) -> Record:
     def prepare(model: nn.Module) -> None:
         model.set_separate_reduce_scatter_group()
         model.set_separate_reduce_scatter_group()  # makes no other one
-        set_comms(KeptGather, KeptScatter)(model)
+        set_comms(doubles.KeptGather, doubles.KeptScatter)(model)
         take_sine_in_hook()(model)
 
-    Scatter.groups.clear()
+    doubles.Scatter.groups.clear()
     record = train_tower(Mode(prepare=prepare, **_HYBRID), setup)
-    return record | {"groups": [*Scatter.groups]}
+    return record | {"groups": [*doubles.Scatter.groups]}
 
 
 @add_case()
@@ -106,7 +104,7 @@ def single_rank(setup: Setup) -> Record:
 @add_case(ranks=4)
 def hsdp_kept_buffer(setup: Setup) -> Record:
     """With one shard each: nothing is sent before the all-reduce."""
-    mode = Mode(prepare=each_unit("set_custom_reduce_scatter", KeptScatter()))
+    mode = Mode(prepare=each_unit("set_custom_reduce_scatter", doubles.KeptScatter()))
     return train_tower(mode, setup, setup.singles)
 
 
@@ -119,7 +117,7 @@ def symmetric_memory(setup: Setup) -> Record:
             unit.set_force_sum_reduction_for_comms(True)
         each_unit("set_symm_mem_for_comm")(model)
 
-    with SymmMemStub().patched() as stub:
+    with doubles.SymmMemStub().patched() as stub:
         record = train_tower(Mode(prepare=prepare), setup)
     seen = {"symmetric memory": (stub.registered, stub.pools)}
     return record | seen | {"backends": stub.backends}
@@ -223,7 +221,7 @@ def offloaded_elsewhere(setup: Setup) -> None:
 @refused(r"max_input_buffers\(2\) of unit '0' would hold .* symmetric memory")
 def input_buffers_of_symmetric_memory(setup: Setup) -> None:
     model = waves(setup)
-    with SymmMemStub().patched():
+    with doubles.SymmMemStub().patched():
         model[0].set_force_sum_reduction_for_comms(True)
         model[0].set_symm_mem_for_comm()
         model.set_reduce_scatter_max_input_buffers(2)
@@ -245,7 +243,7 @@ def refuse_calls(name: str, pattern: str, *calls: tuple) -> None:
             unit = replicate(stack_of(Waves, setup.dtypes), mesh=setup.mesh)
         else:
             unit = waves(setup)[0]
-        with SymmMemStub().patched():
+        with doubles.SymmMemStub().patched():
             for method, *args in calls:
                 getattr(unit, method)(*args)
 
@@ -254,8 +252,8 @@ def refuse_calls(name: str, pattern: str, *calls: tuple) -> None:
 
 
 SYMM_MEM, SEPARATE = "set_symm_mem_for_comm", "set_separate_reduce_scatter_group"
-GATHER = ("set_custom_all_gather", Gather())
-SCATTER = ("set_custom_reduce_scatter", Scatter())
+GATHER = ("set_custom_all_gather", doubles.Gather())
+SCATTER = ("set_custom_reduce_scatter", doubles.Scatter())
 IS_CUSTOM, OF_GROUP = "set_symm_mem cannot .*", "from_process_group cannot .*"
 NO_SHARDS = "to be FSDPMeshInfo, got .*DDPMeshInfo"
 

@@ -1,8 +1,4 @@
-"""
-How much memory a step takes at its peak with whatever torch is imported, from what the
-allocator reports to the profiler. One process plays the first of four ranks: collectives
-are issued and move nothing.
-"""
+"""A step's peak of memory, by the profiler, on the first of four ranks."""
 
 import contextlib
 import gc

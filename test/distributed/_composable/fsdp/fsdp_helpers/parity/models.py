@@ -1,10 +1,7 @@
 """
-What modes and cases train. Parameters of each dtype are in a module of their own, so
-that the release, which wants one dtype in a unit, can shard those modules where this
-branch shards their parent.
-
-Where gradients of several uses meet, there are two of them: a sum of two does not
-depend on its order, so models cut into different units give equal bits.
+What modes and cases train. Parameters of each dtype are in a module of their own, which
+the release can shard. Where gradients of several uses meet, there are two of them: a
+sum of two does not depend on its order.
 """
 
 from __future__ import annotations
@@ -43,10 +40,7 @@ class Decoder(nn.Module):
 
 
 class Part(nn.Module):
-    """
-    Parameters of one dtype: evenly and unevenly sharded ones, one of a single
-    element, one that is shared and one that is frozen.
-    """
+    """Parameters of one dtype, also a small, an uneven, a shared and a frozen one."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
@@ -122,11 +116,7 @@ def stack_of(kind: type[nn.Module], dtypes: Sequence[torch.dtype]) -> nn.Sequent
 
 
 class Extended(torch.Tensor):
-    """
-    Wraps fp32 values that have an all-gather of their own. What autograd sees is
-    a tensor in the compute dtype that is made from the gathered inputs, and that
-    is freed and made again like any unsharded parameter.
-    """
+    """Wraps fp32 values with an all-gather of their own, in the compute dtype."""
 
     _values: torch.Tensor
     gathers = 0  # of all extension tensors, in this process

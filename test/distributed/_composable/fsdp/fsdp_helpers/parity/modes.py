@@ -332,10 +332,7 @@ def train(
 def train_with(
     setter: Callable[[nn.Module], Any], case: str, rank: int, *, ranks: int = 2
 ) -> Record:
-    """
-    Trains the tower of a case, e.g. "mixed plain", over so many ranks, or over two
-    replicas if its mode is hybrid, once ``setter`` has changed the sharded model.
-    """
+    """Trains a case's tower, once ``setter`` has changed the sharded model."""
     kind, name = case.split()
     mode = MODES[name]
 

@@ -1,7 +1,4 @@
-"""
-Cases of how a model gets its parameters, of offload to pinned memory, and of
-tensors that say themselves how they are gathered.
-"""
+"""Cases of how a model gets parameters, of offload and of own gathers."""
 
 import contextlib
 import sys
@@ -35,10 +32,7 @@ def ignored_parameters(setup: Setup) -> Record:
 
 @add_case()
 def loaded_by_assignment(setup: Setup) -> Record:
-    """
-    Before the first forward and between steps: of vectors plain shards, of others such
-    whose elements lie apart.
-    """
+    """Of vectors plain shards, of others such whose elements lie apart."""
 
     def doubled(value: DTensor) -> DTensor:
         local = value.to_local() * 2
@@ -69,10 +63,7 @@ EXPERTS = {(3, 8, 4): 1, (5, 2, 8): 2, (1, 4, 3): 1, (8, 3): 0, (5,): 0}
 def train_experts(
     setup: Setup, pieces: bool = True, mesh: str = "mesh", **kwargs: Any
 ) -> Record:
-    """
-    Copied in pieces, or reordered as if these were too small. Where the unit is sharded
-    over four ranks, experts are sharded over two.
-    """
+    """Copied in pieces, or reordered. Over four ranks, experts shard over two."""
     model = stack_of(partial(Waves, sizes=[*EXPERTS]), setup.dtypes)
     layouts = sys.modules.get(f"{FSDPParamGroup.__module__[:-11]}layout")
     info = FSDPMeshInfo(setup.pairs["shard"], shard_mesh_dim=0)
@@ -85,8 +76,7 @@ def train_experts(
     kwargs |= {"shard_placement_fn": place_param, "mesh": getattr(setup, mesh)}
     with contextlib.ExitStack() as stack:
         if layouts is not None and pieces:  # not in the release
-            patch = mock.patch.object(layouts, "_MIN_PIECE_NBYTES", 0)
-            stack.enter_context(patch)
+            stack.enter_context(mock.patch.object(layouts, "_MIN_PIECE_NBYTES", 0))
         return train_children(model, setup, **kwargs)
 
 

@@ -1,7 +1,4 @@
-"""
-What plugins and trainers outside of torch do with sharded models: scenarios, which the
-files of this package add to.
-"""
+"""What plugins and trainers outside of torch do: files of this package add it."""
 
 from functools import partial
 

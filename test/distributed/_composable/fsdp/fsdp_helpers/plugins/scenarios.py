@@ -192,8 +192,7 @@ def init_like_a_plugin(group: FSDPParamGroup) -> None:
     """Takes the unit's policy and the first parameter's dtypes for those of all."""
     for fsdp_param in group.fsdp_params:
         # Which the release has no more since 2.15
-        policy = getattr(group, "mp_policy", fsdp_param.mp_policy)
-        fsdp_param.init_dtype_attrs(policy)
+        fsdp_param.init_dtype_attrs(getattr(group, "mp_policy", fsdp_param.mp_policy))
     trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
     group._orig_dtype = trained[0].orig_dtype if trained else None
     group._reduce_dtype = trained[0].reduce_dtype if trained else None
@@ -350,9 +349,8 @@ def wait_by_hand(group: FSDPParamGroup) -> None:
     result = group._all_gather_result
     if result is None:
         return
-    process_group = group._all_gather_process_group
     _fsdp_param_group.foreach_all_gather_copy_out(
-        result, group.fsdp_params, process_group
+        result, group.fsdp_params, group._all_gather_process_group
     )
     for fsdp_param in group.fsdp_params:
         fsdp_param.init_unsharded_param()
@@ -436,8 +434,7 @@ def partial_reduce_output(setup: Setup) -> Record:
     record: Record = {}
     for name, change in CHANGES.items():
         model, seen = setup.sharded("bf16_reduce_fp32", mesh=setup.pairs), []
-        found = train(model, setup, run=deferred(change, seen))
-        record[name] = found | {"seen": seen}
+        record[name] = train(model, setup, run=deferred(change, seen)) | {"seen": seen}
     return record
 
 

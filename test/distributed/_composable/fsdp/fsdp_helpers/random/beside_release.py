@@ -194,8 +194,7 @@ class Watch:
                 params = tuple(map(id, bound["fsdp_params"]))
                 self.patterns.append((params, bound["all_reduce_grads"]))
             else:
-                described = map(_describe, (*args, *kwargs.values()))
-                self.calls.append((name, *described))
+                self.calls.append((name, *map(_describe, (*args, *kwargs.values()))))
             return original(*args, **kwargs)
 
         return mock.patch.object(owner, name, call)

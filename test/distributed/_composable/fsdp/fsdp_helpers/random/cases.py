@@ -150,10 +150,7 @@ class Case:
 def draw_case(
     rng: random.Random, rank_counts: Sequence[int], *, uniform_steps: int = 0
 ) -> Case:
-    """
-    Draws a case for one of these numbers of ranks: of two steps, with units of any
-    dtypes, or of ``uniform_steps`` with one dtype, which the release gets right.
-    """
+    """Draws a case: of two steps, or of ``uniform_steps`` with one dtype."""
     ranks, parallelism = rng.choice(rank_counts), rng.choice(PARALLELISMS)
     mesh: tuple[int, ...] = (ranks,)
     if parallelism == "hybrid":

@@ -1,7 +1,4 @@
-"""
-Compares a case with what its gradients must be, see [Note: Given gradients] in
-``cases.py``.
-"""
+"""Compares a case with its gradients, see [Note: Given gradients] in ``cases.py``."""
 
 from fsdp_helpers.random import cases
 from fsdp_helpers.random.cases import Case, local_of, Model
