@@ -197,7 +197,7 @@ def _default_all_gather_output_fn(
     cache = cache or ParamGroupCache(fsdp_params)
     buffer, _, _, dtypes, numels, split_sizes = all_gather_result
     if isinstance(split_sizes, SplitSizes):
-        # The gather's own: a save since may reshard
+        # As when it was gathered: a save since may reshard
         layout, state = split_sizes.layout, split_sizes.state
     else:  # a plugin gathered, in parameter order
         dtype, numel = layouts.storage_dtype(buffer.dtype), sum(split_sizes)
@@ -374,7 +374,7 @@ def copy_out(
     columns = outputs.columns.get(state, _NO_COLUMNS)
     if columns.layout is not layout:
         columns = _make_columns(state, layout, outputs, world_size)
-    # The fused kernel takes dense tensors only: the buffer as a whole
+    # The fused kernel accepts dense tensors only: the buffer as a whole
     rows = buffer.view(layout.buffer_dtype).view(world_size, layout.segment_numel)
     ops = torch.ops.fsdp if gets_operators(buffer.device) else torch
     ops.split_with_sizes_copy(rows, columns.sizes, dim=1, out=columns.tensors)

@@ -54,7 +54,7 @@ class AllReduceState(NamedTuple):
 class PluginNames:
     """A mixin: plugins find these names on a group, or replace them on its class."""
 
-    # Of the trained parameters; None without any, and where they have several dtypes.
+    # The trained parameters' dtypes: None without any, and where they have several.
     # Tests and trainers that check gradients read them.
     _orig_dtype: torch.dtype | None
     _reduce_dtype: torch.dtype | None

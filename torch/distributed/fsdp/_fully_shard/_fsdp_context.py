@@ -82,7 +82,7 @@ class FSDPCommContext:
     def __init__(self) -> None:
         # See [Note: Freeing the gather buffer late]
         self.all_gather_state: AllGatherState | None = None
-        # Of each stream that reduces. The end of backward waits for them
+        # Each reducing stream's last event. The end of backward waits for them
         self._last_post_reduce_events: dict[torch.Stream, torch.Event] = {}
         # Inputs and, where replicas all-reduce, reduced buffers. The oldest are first
         self.reduce_scatter_states: list[Handoff] = []
@@ -200,7 +200,7 @@ class FSDPCommContext:
                         part.inputs = []
                 popped = [*map(pop_part, batch)]
                 results += reduce(reduction, popped)
-                for part in popped:  # or they would be held during the next batch
+                for part in popped:  # or they would stay during the next batch
                     part.way = part.partial_reduce_output = None
                     part.unsharded_grads = []  # a plugin may not have emptied it
                 parts += popped

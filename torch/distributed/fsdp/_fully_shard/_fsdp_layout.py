@@ -234,7 +234,7 @@ class ReduceBucket:
         self.params = [slot.param for slot in self.slots]
         self.has_direct = any(slot.is_direct for slot in self.slots)
         self.has_pieces = any(slot.shard_dim and slot.num_pieces for slot in self.slots)
-        # Of the last reduction: its plan and factors, each after all that it depends on
+        # The last reduction's plan and factors, each after all that it depends on
         self.copy_in: tuple[Any, Any] = None, None
         self.factors: tuple[Any, Any] = None, None
         # Where the slots start in a row, and where the row ends
@@ -337,7 +337,7 @@ def bucket_key(fsdp_param: FSDPParam, reduce_dtype: torch.dtype) -> BucketKey:
     """Returns the dtypes that a gradient is reduced and sent in."""
     if not reduce_dtype.is_floating_point:
         return reduce_dtype, None
-    # Users may have a policy class of their own
+    # Users may define a policy class
     return reduce_dtype, getattr(fsdp_param.mp_policy, "grad_comm_dtype", None)
 
 
