@@ -286,6 +286,17 @@ class TestRanksDisagree(AgreementTest):
         model = self.sharded() if is_new else model
         self.assertEqual(self.count(model, 2), [6, 0])
 
+    def test_root_input_that_needs_gradients_on_one_rank_is_a_drift(self) -> None:
+        """There the root reduces last, elsewhere it does so first."""
+        model = blocks(1, gate=4).to(self.device)
+        model.own = nn.Parameter(torch.ones(4, device=self.device))
+        model.register_forward_hook(lambda root, _, output: output * root.own.mean())
+        utils.shard_blocks(model, mesh=utils.shard_mesh(), reshard_after_forward=False)
+        x = torch.ones(2, device=self.device, requires_grad=self.rank == 2)
+        message = self.refused(lambda: model(x).sum().backward(), 2)
+        text = r"drifted apart:\n  unit '\(root\)' is reduced .*; unit '0' is reduced "
+        self.assertRegex(message, text)
+
     def test_hsdp_shard_groups_compare_within_themselves(self) -> None:
         mesh = utils.hybrid_mesh(2)
         ranks = dist.get_process_group_ranks(mesh.get_group("shard"))
@@ -333,6 +344,16 @@ class TestRanksAgree(AgreementTest):
                 self.assertEqual(found, [each * n for n in times], f"{each} at once")
         with switched("Always"), self.assertRaisesRegex(ValueError, "'Always': set it"):
             self.sharded()
+
+    def test_ranks_may_have_elements_of_different_parameters(self) -> None:
+        """And so not know alike whether there are earlier gradients."""
+        with switched("always"):
+            model = blocks(1, gate=1, up=4).to(self.device)
+            utils.shard_blocks(model, mesh=utils.shard_mesh())
+            for used in (("up",), ("gate", "up"), ("gate", "up")):
+                backward(model, used=used)
+                if self.rank > 0:  # which have no element of it
+                    model[0].gate.grad = None
 
     def test_deferred_all_reduce_is_not_compared_for(self) -> None:
         """With one shard, nothing is sent before the last microbatch."""
