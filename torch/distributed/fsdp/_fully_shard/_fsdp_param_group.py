@@ -199,7 +199,6 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         has_changed = cache.noted_facts != cache.get_facts()
         if not has_changed and is_resolved and not is_replaced:
             return
-        cache.noted_facts = None  # if any of this fails
         registrations.check_materialized(self)
         if not is_resolved:
             settings.check_policies(self, self.mp_policy)
