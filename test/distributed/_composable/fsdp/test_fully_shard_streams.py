@@ -35,9 +35,8 @@ pytestmark = pytest.mark.timeout(600)
 UNSEEN = {
     "wait_all_gather_streams_on_event: self.all_gather_stream.wait_event(event)": "the "
     "gather stream waits for the copy-in stream before each gather, and allocates nothing",
-    "_wait_for_post_backward: "
-    "self.comm_ctx.wait_current_stream(self._post_reduce_event)": "a group's reductions "
-    "follow one another in one stream, unless settings change",
+    "_wait_for_post_backward: self.comm_ctx.wait_current_stream(event)": "a group's "
+    "reductions follow one another in one stream, unless settings change",
     "_reset_iter_state: self._wait_for_post_backward()": "the root has waited for every "
     "stream's last event",
     "release_all_gather_state_on_current_stream: "

@@ -531,8 +531,9 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
 
     def _wait_for_post_backward(self) -> None:
         """Lets compute wait for the group's last reduction, if none has done so."""
-        self.comm_ctx.wait_current_stream(self._post_reduce_event)
-        self._post_reduce_event = None
+        if (event := self._post_reduce_event) is not None:
+            self.comm_ctx.wait_current_stream(event)
+            self._post_reduce_event = None
         if self.comm_ctx.all_reduce_states:
             self.comm_ctx.drop_all_reduces(self)
 
