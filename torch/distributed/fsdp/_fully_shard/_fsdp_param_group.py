@@ -251,9 +251,10 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
 
     def _reduce_groups(self) -> tuple[Any, Any]:
         """Returns the groups of reduce-scatter and all-reduce, None without one."""
-        names = "reduce_scatter", "shard", "replicate"
-        groups = [getattr(self.mesh_info, f"{n}_process_group", None) for n in names]
-        return groups[0] or groups[1], groups[2]
+        mesh_info = self.mesh_info
+        scatter_group = getattr(mesh_info, "reduce_scatter_process_group", None)
+        scatter_group = scatter_group or getattr(mesh_info, "shard_process_group", None)
+        return scatter_group, getattr(mesh_info, "replicate_process_group", None)
 
     _register_state_dict_hooks = registrations.register_state_dict_hooks
 
