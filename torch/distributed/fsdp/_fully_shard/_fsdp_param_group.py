@@ -199,6 +199,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         has_changed = cache.noted_facts != cache.get_facts()
         if not has_changed and is_resolved and not is_replaced:
             return
+        cache.noted_facts = None  # if any of this fails, or a plugin may set any dtypes
         registrations.check_materialized(self)
         if not is_resolved:
             settings.check_policies(self, self.mp_policy)
@@ -222,7 +223,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         registrations.keep_grad_dtypes(self)
         cache.upcast_by_autograd = accumulation.find_upcast(self.fsdp_params)
         cache.buckets.clear()
-        if not is_replaced:  # by one that may set other dtypes at each call
+        if not is_replaced:
             cache.noted_facts = cache.get_facts()
 
     # Meshes #
