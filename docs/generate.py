@@ -21,15 +21,22 @@ SOURCES = DOCS.parent / "torch/distributed/fsdp/_fully_shard"
 
 
 def imports_of(file: Path) -> set[str]:
-    """Returns which files beside it a file imports from, but for types, when it runs."""
+    """Returns which files beside it a file imports from, also in a function."""
     names: set[str] = set()
-    for node in ast.parse(file.read_text()).body:
+    tree = ast.parse(file.read_text())
+    # Only types refer to what imports the file
+    tree.body = [node for node in tree.body if not is_for_types(node)]
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             names |= {node.module or ""} | {alias.name for alias in node.names}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
     stems = {path.stem for path in file.parent.glob("*.py")}
     return {name.split(".")[-1] for name in names} & (stems - {file.stem})
+
+
+def is_for_types(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def layers(folder: Path = SOURCES) -> list[str]:

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.quick
 BOUNDS = {
     "unshard": (42, 22, 140, 8, 18),
     "wait_for_unshard": (38, 19, 135, 8, 20),
-    "post_backward": (140, 64, 465, 10, 50),
+    "post_backward": (140, 64, 460, 10, 50),
 }
 
 

@@ -27,7 +27,7 @@ from ._fsdp_compat import (
     _get_all_gather_input_metadatas,
     _get_param_all_gather_inputs,
     check_uniform,
-    foreach_reduce,  # noqa: F401  (as in the release)
+    fit_release,
     stage_inputs,
 )
 from ._fsdp_direct import split
@@ -229,7 +229,7 @@ def foreach_all_gather_copy_out(
     if all_gather_output_fn is _default_all_gather_output_fn:
         args = *args, cache
     else:
-        check_uniform(all_gather_result, fsdp_params)
+        check_uniform(all_gather_result.param_all_gather_input_dtypes, fsdp_params)
     if event is not None:
         _get_device_handle(buffer.device.type).current_stream().wait_event(event)
     if isinstance(work, dist.distributed_c10d.Work):
@@ -240,6 +240,9 @@ def foreach_all_gather_copy_out(
         all_gather_output_fn(*args)
     finally:
         torch._C._set_grad_enabled(has_grad)
+
+
+foreach_reduce = fit_release(lambda: foreach_reduce_scatter_copy_in)
 
 
 @without_grad

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,10 +38,6 @@ from ._fsdp_reduce import (
 )
 from ._fsdp_releases import IS_2_14, RELEASE
 from ._fsdp_settings import as_mesh
-
-
-if TYPE_CHECKING:
-    from ._fsdp_collectives import AllGatherResult
 
 
 class AllReduceState(NamedTuple):
@@ -179,9 +175,11 @@ def stage_inputs(
     return output, segment, (dtypes, numels, split_sizes)
 
 
-def check_uniform(result: AllGatherResult, fsdp_params: list[FSDPParam]) -> None:
+def check_uniform(
+    dtypes: Sequence[list[torch.dtype]], fsdp_params: list[FSDPParam]
+) -> None:
     """Raises if a custom ``all_gather_output_fn`` would get several dtypes."""
-    if len({*chain(*result.param_all_gather_input_dtypes)}) > 1:
+    if len({*chain(*dtypes)}) > 1:
         names = ", ".join(str(p._param_fqn) for p in fsdp_params)
         raise NotImplementedError(
             f"_all_gather_output_fn takes units of one dtype only, not {names}"
@@ -227,27 +225,11 @@ class CopyInPlugins(NamedTuple):
         self.copy_in(grads, buffer, world_size)
 
 
-def _fit_release(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Hides the argument that this release lacks, and passes None."""
-    lacking = RELEASE.lacking_argument
-    signature = inspect.signature(function)
-    parameters = [p for p in signature.parameters.values() if p.name != lacking]
-    signature = signature.replace(parameters=parameters)
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(**signature.bind(*args, **kwargs).arguments, **{lacking: None})
-
-    call.__signature__ = signature  # pyrefly: ignore [missing-attribute]
-    return call
-
-
 DEFAULT_COPY_IN = CopyInPlugins(
     foreach_reduce_scatter_copy_in, _default_reduce_scatter_input_fn
 )
 
 
-@_fit_release
 def foreach_reduce(
     fsdp_params: list[FSDPParam],
     unsharded_grads: list[Tensor],
@@ -266,6 +248,7 @@ def foreach_reduce(
     force_sum_reduction_for_comms: bool = False,
     *,
     prepare_reduce_scatter_inputs: Callable | None = _default_reduce_scatter_input_fn,
+    copy_in: Callable[[list[Tensor], Tensor, int], None],
 ) -> ReduceResult:
     """
     Reduces gradients in one reduce dtype, by default the one they share, and accumulates
@@ -275,10 +258,8 @@ def foreach_reduce(
     Empties ``unsharded_grads`` once copied. ``all_reduce_grads=False`` returns the sum so
     far (1D, laid out as ``fsdp_params``) for the next call to add.
     """
-    from . import _fsdp_collectives as collectives  # a cycle, in which plugins patch
-
     prepare = prepare_reduce_scatter_inputs or _default_reduce_scatter_input_fn
-    replaceable = CopyInPlugins(collectives.foreach_reduce_scatter_copy_in, prepare)
+    replaceable = CopyInPlugins(copy_in, prepare)
     reduction = Reduction(
         reduce_scatter_group=reduce_scatter_group,
         reduce_scatter_stream=reduce_scatter_stream,
@@ -301,7 +282,27 @@ def foreach_reduce(
     return reduce_buckets(reduction, [part])[0]
 
 
-_REDUCE_SIGNATURE = inspect.signature(foreach_reduce)
+_HIDDEN = "copy_in", RELEASE.lacking_argument
+_signature = inspect.signature(foreach_reduce)
+_parameters = [p for p in _signature.parameters.values() if p.name not in _HIDDEN]
+_REDUCE_SIGNATURE = _signature.replace(parameters=_parameters)
+
+
+def fit_release(get_copy_in: Callable[[], Any]) -> Callable[..., ReduceResult]:
+    """
+    Returns :func:`foreach_reduce` with the release's arguments: None for the one that it
+    lacks, and the copy-in that plugins may have replaced by the time of a call.
+    """
+
+    @functools.wraps(foreach_reduce)
+    def call(*args: Any, **kwargs: Any) -> ReduceResult:
+        hidden: Any = dict(zip(_HIDDEN, (get_copy_in(), None)))
+        return foreach_reduce(
+            **_REDUCE_SIGNATURE.bind(*args, **kwargs).arguments, **hidden
+        )
+
+    call.__signature__ = _REDUCE_SIGNATURE  # pyrefly: ignore [missing-attribute]
+    return call
 
 
 def reduce_monkeypatched(

@@ -441,7 +441,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
     def post_backward(self, *unused: Any):
         """Reshards, and reduces gradients, also those of earlier microbatches."""
         self._log("FSDP::post_backward")
-        # The unit's forward has not ended if some of its modules did not run
+        # Still the unit's forward if some of its modules did not run
         in_forward = self._training_state == TrainingState.FORWARD
         self._training_state = TrainingState.POST_BACKWARD
         cache = self._get_cache()
