@@ -17,7 +17,10 @@ import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_layout as layouts
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
-from torch.distributed.fsdp._fully_shard._fsdp_param_cache import GatherOutputs
+from torch.distributed.fsdp._fully_shard._fsdp_param_cache import (
+    GatherInputs,
+    GatherOutputs,
+)
 from torch.testing._internal.common_utils import parametrize, run_tests
 
 
@@ -139,6 +142,10 @@ def random_shards(mix, world_size: int) -> list[list[torch.Tensor]]:
     ]
 
 
+def make_inputs(shards, copies, device) -> GatherInputs:
+    return GatherInputs(shards, SimpleNamespace(copies=copies), device)
+
+
 def gather_by_copies(
     layout: layouts.GatherLayout, shards: list[list[torch.Tensor]]
 ) -> torch.Tensor:
@@ -149,7 +156,7 @@ def gather_by_copies(
         copies = layouts.plan_copy_in(layout, [tensor.dtype for tensor in inputs])
         last = [copy.region.slots[-1][0] for copy in copies if not copy.casts]
         assert None not in last, "padding at the end is copied"
-        collectives._copy_in(segment, copies, inputs)
+        collectives._copy_in(segment, make_inputs(inputs, copies, segment.device))
     return buffer
 
 
@@ -207,9 +214,9 @@ class TestCopies(DeviceFreeTest):
             segment = torch.empty(layout.segment_numel, **nbytes)
             with self.subTest(f"{moves} moves"):
                 with count_operators() as counts:
-                    collectives._copy_in(
-                        segment, layouts.plan_copy_in(layout, stored), shards
-                    )
+                    copies = layouts.plan_copy_in(layout, stored)
+                    inputs = make_inputs(shards, copies, segment.device)
+                    collectives._copy_in(segment, inputs)
                 found = counts["aten::_to_copy"], counts["aten::copy_"]
                 self.assertEqual(found, (moves, 3))
 

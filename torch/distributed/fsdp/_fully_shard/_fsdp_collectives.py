@@ -31,15 +31,16 @@ from ._fsdp_compat import (
     stage_inputs,
 )
 from ._fsdp_direct import split
-from ._fsdp_layout import CopyPlan, GatherLayout
+from ._fsdp_layout import GatherLayout
 from ._fsdp_observers import gets_operators, without_grad
 from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_param_cache import (
     Columns,
     GatherOutputs,
-    GatherPlan,
+    GatherInputs,
     ParamGroupCache,
     SplitSizes,
+    view_as,
 )
 from ._fsdp_reduce import (  # noqa: F401  (as in the release)
     _default_reduce_scatter_input_fn,
@@ -159,13 +160,13 @@ def foreach_all_gather(
         with device_handle.stream(all_gather_copy_in_stream):
             in_use = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
             if in_use == _OWN_INPUTS:
-                tensors, plan = cache.prepare_gather()
-                layout = plan.layout
+                inputs = cache.prepare_gather()
+                plan, layout = inputs.plan, inputs.plan.layout
                 size = group.size() * layout.segment_numel, layout.buffer_dtype
                 output = allocate(comm, *size, device, gathers=True)
-                segment = fill_segment(output, plan, tensors, group.rank())
+                segment = fill_segment(output, inputs, group.rank())
                 fields = plan.dtypes, plan.numels, plan.split_sizes
-                sent = stage_direct(plan, tensors, device) if plan.direct else []
+                sent = stage_direct(inputs, device) if plan.direct else []
             else:
                 args = *in_use, fsdp_params, group, device, comm
                 plan, sent = None, []
@@ -201,6 +202,7 @@ def _default_all_gather_output_fn(
         layout, state = split_sizes.layout, split_sizes.state
     else:  # a plugin gathered, in parameter order
         dtype, numel = layouts.storage_dtype(buffer.dtype), sum(split_sizes)
+        buffer = buffer.view(dtype)
         layout = layouts.GatherLayout((), dtype, (*enumerate(split_sizes),), numel)
         state = cache.fsdp_params[0].sharded_state
     outputs = cache.alloc_outputs(dtypes, numels, world_size, buffer.device)
@@ -248,70 +250,65 @@ foreach_reduce = fit_release(lambda: foreach_reduce_scatter_copy_in)
 @without_grad
 def unshard_single_rank(cache: ParamGroupCache, device: torch.device) -> None:
     """Unshards parameters over a single rank: a copy in place of an all-gather."""
-    tensors, plan = cache.prepare_gather()
+    inputs = cache.prepare_gather()
+    plan = inputs.plan
     outputs = cache.alloc_outputs(plan.dtypes, plan.numels, 1, device)
     targets = [output.data for output in outputs.tensors]  # see `_make_columns`
     if cache._has_extensions:  # see `prepare_gather`
         targets = [t.view(d) for t, d in zip(targets, chain(*plan.dtypes))]
-    copy_each(targets, tensors)
+    copy_each(targets, inputs.tensors)
 
 
 # Copies #
 
 
-def fill_segment(
-    output: Tensor, plan: GatherPlan, tensors: Sequence[Tensor], rank: int
-) -> Tensor:
+def fill_segment(output: Tensor, inputs: GatherInputs, rank: int) -> Tensor:
     """Writes this rank's shards into its segment of a gather's buffer. Returns that."""
-    if plan.layout.slots and gets_operators(output.device):
-        return _fill_by_operator(output, plan, tensors, rank)
-    numel = plan.layout.segment_numel
+    layout = inputs.plan.layout
+    if layout.slots and gets_operators(output.device):
+        return _fill_by_operator(output, inputs, rank)
+    numel = layout.segment_numel
     segment = output[rank * numel : (rank + 1) * numel]
-    _copy_in(segment, plan.copies, tensors)
+    _copy_in(segment, inputs)
     return segment
 
 
-def _fill_by_operator(
-    output: Tensor, plan: GatherPlan, tensors: Sequence[Tensor], rank: int
-) -> Tensor:
+def _fill_by_operator(output: Tensor, inputs: GatherInputs, rank: int) -> Tensor:
     """Calls the operator, which neither casts nor moves."""
-    layout, numel = plan.layout, plan.layout.segment_numel
-    if any(copy.casts for copy in plan.copies) or _are_on_host(tensors, output.device):
+    layout, numel = inputs.plan.layout, inputs.plan.layout.segment_numel
+    if any(copy.casts for copy in inputs.plan.copies) or inputs.are_on_host:
         filled = output.new_empty(numel)
-        _copy_in(filled, plan.copies, tensors)
-        inputs = [*filled.split(layout.split_sizes)]
+        _copy_in(filled, inputs)
+        tensors = [*filled.split(layout.split_sizes)]
     else:
-        inputs = [
-            output.new_zeros(n) if i is None else tensors[i] for i, n in layout.slots
+        tensors = [
+            output.new_zeros(n) if i is None else inputs.tensors[i]
+            for i, n in layout.slots
         ]
-        inputs = _view_as(layout.buffer_dtype, inputs)
-    args = inputs, output, layout.split_sizes, numel, rank
+        tensors = view_as(layout.buffer_dtype, tensors)
+    args = tensors, output, layout.split_sizes, numel, rank
     return torch.ops.fsdp.all_gather_copy_in(*args)[0]
 
 
-def _copy_in(
-    segment: Tensor, copies: Sequence[CopyPlan], tensors: Sequence[Tensor]
-) -> None:
+def _copy_in(segment: Tensor, inputs: GatherInputs) -> None:
     """Fills this rank's segment in one pass, which also casts."""
-    for region, casts, num_viewed in copies:
-        target, slots = region.view(segment), region.slots
-        sources = [target.new_empty(n) if i is None else tensors[i] for i, n in slots]
-        if num_viewed:
-            sources[:num_viewed] = _view_as(region.dtype, sources[:num_viewed])
-        if not casts and not _are_on_host(sources, segment.device):
+    all_sources = inputs.sources or inputs.make_sources()
+    for copy, sources in zip(inputs.plan.copies, all_sources, strict=True):
+        target, slots = copy.region.view(segment), copy.region.slots
+        if not copy.casts and not inputs.are_on_host:
             torch.cat(sources, out=target)  # needs no view of each slot
             continue
         targets = target.split([numel for _, numel in slots])
-        for group in casts or [[k for k, (i, _) in enumerate(slots) if i is not None]]:
+        used = [k for k, (i, _) in enumerate(slots) if i is not None]
+        for group in copy.casts or [used]:
             _copy_group([targets[k] for k in group], [sources[k] for k in group])
 
 
-def stage_direct(
-    plan: GatherPlan, tensors: Sequence[Tensor], device: torch.device
-) -> list[Tensor]:
+def stage_direct(inputs: GatherInputs, device: torch.device) -> list[Tensor]:
     """Returns the pieces of direct shards as they are sent, moved and cast."""
-    sent = [tensors[position] for _, position in plan.direct]
-    moved = [*range(len(sent))] if _are_on_host(sent, device) else plan.direct_casts
+    plan = inputs.plan
+    sent = [inputs.tensors[position] for _, position in plan.direct]
+    moved = [*range(len(sent))] if inputs.are_on_host else plan.direct_casts
     shards = [sent[k] for k in moved]
     for k, shard in zip(moved, shards):
         (dtype,) = plan.dtypes[plan.direct[k][0]]
@@ -320,18 +317,10 @@ def stage_direct(
     return split([*map(Tensor.contiguous, sent)], plan.direct_pieces)
 
 
-def _view_as(dtype: torch.dtype, shards: Sequence[Tensor]) -> list[Tensor]:
-    try:
-        return [shard.view(dtype) for shard in shards]
-    except RuntimeError:  # one is not dense, loaded with `assign=True`
-        dense = torch.contiguous_format
-        return [shard.clone(memory_format=dense).view(dtype) for shard in shards]
-
-
 def _copy_group(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copies tensors of one dtype to tensors of one dtype, to another device as well."""
     device = targets[0].device
-    if not _are_on_host(sources, device):
+    if device.type == "cpu" or not any(source.is_cpu for source in sources):
         torch._foreach_copy_(targets, sources)
         return
     for target, source in zip(targets, sources, strict=True):
@@ -356,11 +345,6 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         _copy_group(*group)
 
 
-def _are_on_host(sources: Sequence[Tensor], device: torch.device) -> bool:
-    """Whether any are offloaded, so that a copy to ``device`` moves them."""
-    return device.type != "cpu" and any(tensor.is_cpu for tensor in sources)
-
-
 _NO_COLUMNS = Columns(GatherLayout((), torch.uint8, (), 0), [], [], [])
 
 
@@ -378,7 +362,7 @@ def copy_out(
     if columns.layout is not layout:
         columns = _make_columns(state, layout, outputs, world_size)
     # The fused kernel accepts dense tensors only: the buffer as a whole
-    rows = buffer.view(layout.buffer_dtype).view(world_size, layout.segment_numel)
+    rows = buffer.view(world_size, layout.segment_numel)
     ops = torch.ops.fsdp if gets_operators(buffer.device) else torch
     ops.split_with_sizes_copy(rows, columns.sizes, dim=1, out=columns.tensors)
     for fsdp_param, rank_major, output in columns.reordered:

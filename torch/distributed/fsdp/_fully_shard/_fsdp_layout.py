@@ -85,10 +85,9 @@ class GatherRegion:
 
     def view(self, segment: torch.Tensor) -> torch.Tensor:
         """Returns this region of a rank's 1D ``segment`` in the region's dtype."""
-        if self.dtype == segment.dtype and self.nbytes == segment.nbytes:
-            return segment
-        end_nbytes = self.start_nbytes + self.nbytes
-        return segment[self.start_nbytes : end_nbytes].view(self.dtype)
+        if self.nbytes != segment.nbytes:
+            segment = segment[self.start_nbytes : self.start_nbytes + self.nbytes]
+        return segment if self.dtype == segment.dtype else segment.view(self.dtype)
 
     def slots_in(self, dtype: torch.dtype) -> list[Slot]:
         """Returns the slots in elements of a dtype that is no wider."""

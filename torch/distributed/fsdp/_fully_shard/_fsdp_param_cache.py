@@ -2,16 +2,18 @@
 Caches that live across steps, and state transitions of a group's parameters.
 
 [Note: Cached between steps]
-Most steps repeat the one before: the same dtypes, sizes and outputs. Nothing announces
-that a parameter's data or its all-gather outputs were replaced, so a cached plan is
-compared with the parameters at each use. Plans hold dtypes and sizes only, no shard.
+Most steps repeat the one before: the same shards, dtypes and outputs. Nothing announces
+that a parameter's data or its all-gather outputs were replaced, so what is cached is
+compared with the parameters at each use. Plans have dtypes and sizes only. The inputs of
+the last gather do have shards, which users free by `nn.Module._apply` (it reshards first)
+or by loading others: both drop these inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -22,19 +24,6 @@ from ._fsdp_direct import alloc_storages, can_be_direct, DirectMemory
 from ._fsdp_errors import note_extension
 from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_releases import RELEASE
-
-
-# A step reads these of all parameters several times: a map takes half of a loop's time
-_get_local_tensor = attrgetter("sharded_param._local_tensor")
-_get_shard = attrgetter("_sharded_param_data")
-_get_compute_dtype = attrgetter("param_dtype")
-_get_outputs = attrgetter("all_gather_outputs")
-_get_requires_grad = attrgetter("requires_grad")
-_get_sharded_requires_grad = attrgetter("sharded_param.requires_grad")
-_get_unsharded_param = attrgetter("_unsharded_param")
-_get_dtype = attrgetter("dtype")
-_get_policy_and_param = attrgetter("mp_policy", "sharded_param")
-_get_keeps = attrgetter("keep_unsharded_storage")  # since 2.15
 
 
 class SplitSizes(list[int]):
@@ -60,6 +49,7 @@ class GatherPlan:
         min_nbytes: int | None = None,
     ):
         self.made_for = stored_dtypes, compute_dtypes, numels, counts, min_nbytes
+        self.facts = compute_dtypes, min_nbytes
         pairs = zip(compute_dtypes, stored_dtypes, strict=True)
         dtypes = [compute_dtype or stored for compute_dtype, stored in pairs]
         counts = counts or [1] * len(dtypes)
@@ -91,15 +81,49 @@ class GatherPlan:
         return [n * d.itemsize for n, d in zip(self.numels[i], self.dtypes[i])]
 
 
+class GatherInputs:
+    """What a rank gives to a gather: 1D tensors, as they are stored, and their plan."""
+
+    def __init__(
+        self, tensors: list[torch.Tensor], plan: GatherPlan, device: torch.device
+    ):
+        self.tensors, self.plan = tensors, plan
+        # Whether any are offloaded, so that a copy to ``device`` moves them
+        self.are_on_host = device.type != "cpu" and any(t.is_cpu for t in tensors)
+        # What each copy of the plan reads, once made
+        self.sources: list[list[torch.Tensor]] = []
+
+    def make_sources(self) -> list[list[torch.Tensor]]:
+        """Returns tensors and padding, viewed in the dtype of a copy without casts."""
+        tensors, sources = self.tensors, []
+        for region, _, num_viewed in self.plan.copies:
+            inputs = [
+                tensors[0].new_empty(n, dtype=region.dtype) if i is None else tensors[i]
+                for i, n in region.slots
+            ]
+            inputs[:num_viewed] = view_as(region.dtype, inputs[:num_viewed])
+            sources.append(inputs)
+        if all(tensor.is_contiguous() for tensor in tensors):  # else some are copies
+            self.sources = sources
+        return sources
+
+
+def view_as(dtype: torch.dtype, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    try:
+        return [shard.view(dtype) for shard in shards]
+    except RuntimeError:  # one is not dense, loaded with `assign=True`
+        return [shard.contiguous().view(dtype) for shard in shards]
+
+
 def get_shards(fsdp_params: Sequence[Any]) -> list[torch.Tensor]:
     """Returns the flat local shards of plain parameters."""
     if fsdp_params[0].sharded_state is ShardedState.SHARDED_POST_FORWARD:
         return [p._sharded_post_forward_param_data for p in fsdp_params]
-    return [*map(_get_shard, fsdp_params)]
+    return [p._sharded_param_data for p in fsdp_params]
 
 
 def has_extension(fsdp_param: FSDPParam) -> bool:
-    makes_inputs = hasattr(_get_local_tensor(fsdp_param), "fsdp_pre_all_gather")
+    makes_inputs = hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather")
     return makes_inputs or hasattr(fsdp_param, "_extensions_data")
 
 
@@ -182,13 +206,15 @@ class ParamGroupCache:
     ):
         self.fsdp_params: list[Any] = [*fsdp_params]
         self.direct_memory = memory or DirectMemory()
-        self._local_classes = [*map(type, map(_get_local_tensor, self.fsdp_params))]
+        self._local_classes = self._get_local_classes()
         self._has_extensions = any(map(has_extension, self.fsdp_params))
         sizes = [p._orig_size for p in self.fsdp_params]
         self.has_empty_params = 0 in [*map(torch.Size.numel, sizes)]
         self._places = registrations.places_of(self.fsdp_params)
         # By the state that is gathered from
         self.plans: dict[ShardedState, GatherPlan] = {}
+        # Of the last gather in the sharded state: [Note: Cached between steps]
+        self.held_inputs: GatherInputs | None = None
         self._outputs: GatherOutputs | None = None
         self.has_unsharded_params = False
         # By the dtypes of gradients and of partial reduces, see `_get_buckets`
@@ -196,7 +222,8 @@ class ParamGroupCache:
         self.noted_facts: list[tuple] | None = None  # see `get_facts`
         # See [Note: Microbatches]
         self.upcast_by_autograd: list[FSDPParam] = []
-        # The parameters registered instead of the sharded ones, their `requires_grad`
+        # The parameters registered instead of the sharded ones, and the `requires_grad`
+        # that they, or while sharded ones are registered the unsharded ones, have had
         self._registered: list[Any] = []
         self._flags: list[bool] = []
         # `_registered`, a parameter and its marks. False: it may have been written to
@@ -206,31 +233,51 @@ class ParamGroupCache:
         """Returns what the dtypes of a step and the buckets follow from."""
         return [
             (policy, p.device, p.dtype, p.grad_dtype, p.requires_grad)
-            for policy, p in map(_get_policy_and_param, self.fsdp_params)
+            for policy, p in [(p.mp_policy, p.sharded_param) for p in self.fsdp_params]
         ]
 
-    def prepare_gather(self) -> tuple[list[torch.Tensor], GatherPlan]:
-        """Returns this rank's 1D tensors to gather, shards uncast, and their plan."""
+    def _get_local_classes(self) -> list[type]:
+        return [type(p.sharded_param._local_tensor) for p in self.fsdp_params]
+
+    def prepare_gather(self) -> GatherInputs:
+        """Returns this rank's inputs of a gather, the last ones if these are the same."""
+        params, held = self.fsdp_params, self.held_inputs
         # A parameter may be replaced, or be given another local tensor, at any time
-        params, counts = self.fsdp_params, None
-        classes = [*map(type, map(_get_local_tensor, params))]
+        classes = self._get_local_classes()
         if classes != self._local_classes:
             self._local_classes = classes
             self._has_extensions = any(map(has_extension, params))
             self.has_unsharded_params &= not self._has_extensions
         if self._has_extensions:
-            tensors, compute_dtypes, counts = _get_extended_shards(params)
-        else:
-            tensors = get_shards(params)
-            compute_dtypes = [*map(_get_compute_dtype, params)]
-        stored_dtypes = [*map(_get_dtype, tensors)]
-        numels = [*map(torch.Tensor.numel, tensors)]
-        min_nbytes = self.direct_memory.gather_min_nbytes
+            return self._prepare_anew(*_get_extended_shards(params))
+        tensors, compute_dtypes = get_shards(params), [p.param_dtype for p in params]
+        facts = compute_dtypes, self.direct_memory.gather_min_nbytes
+        if held and held.plan.facts == facts and all(map(is_, tensors, held.tensors)):
+            return held
+        return self._prepare_anew(tensors, compute_dtypes)
+
+    def _prepare_anew(
+        self,
+        tensors: list[torch.Tensor],
+        compute_dtypes: list[torch.dtype | None],
+        counts: list[int] | None = None,
+    ) -> GatherInputs:
+        params = self.fsdp_params
+        state, min_nbytes = (
+            params[0].sharded_state,
+            self.direct_memory.gather_min_nbytes,
+        )
+        stored_dtypes, numels = [t.dtype for t in tensors], [t.numel() for t in tensors]
         made_for = stored_dtypes, compute_dtypes, numels, counts, min_nbytes
-        plan = self.plans.get(params[0].sharded_state)
+        plan = self.plans.get(state)
         if plan is None or plan.made_for != made_for:
             plan = self._make_plan(plan, *made_for)
-        return tensors, plan
+        inputs = GatherInputs(tensors, plan, params[0].device)
+        # Shards after forward are soon freed, and dispatch modes may make fake tensors
+        is_sharded = state is ShardedState.SHARDED and counts is None
+        if is_sharded and not torch._C._len_torch_dispatch_stack():
+            self.held_inputs = inputs
+        return inputs
 
     def _make_plan(self, previous: GatherPlan | None, *made_for: Any) -> GatherPlan:
         plan = GatherPlan(self.fsdp_params, *made_for)
@@ -248,7 +295,7 @@ class ParamGroupCache:
     @property
     def outputs(self) -> GatherOutputs | None:
         """The all-gather outputs, None if a parameter's were never made or replaced."""
-        outputs, lists = self._outputs, map(_get_outputs, self.fsdp_params)
+        outputs, lists = self._outputs, [p.all_gather_outputs for p in self.fsdp_params]
         return outputs if outputs and all(map(is_, lists, outputs.lists)) else None
 
     def alloc_outputs(
@@ -279,8 +326,8 @@ class ParamGroupCache:
 
     def keep_requires_grad(self) -> None:
         """Gives sharded parameters the flags that users have set on registered ones."""
-        flags, noted_flags = [*map(_get_requires_grad, self._registered)], self._flags
-        if flags != noted_flags:
+        flags, noted_flags = [p.requires_grad for p in self._registered], self._flags
+        if flags and flags != noted_flags:
             for fsdp_param, flag, noted in zip(self.fsdp_params, flags, noted_flags):
                 if flag is not noted:
                     fsdp_param.sharded_param.requires_grad_(flag)
@@ -289,27 +336,30 @@ class ParamGroupCache:
     def to_state(self, state: ShardedState) -> None:
         """Brings all parameters to ``state``, and their registrations with them."""
         self._registered = _TO_STATE[state](self)
-        self._flags = [*map(_get_requires_grad, self._registered)]
 
     def _to_unsharded(self) -> list[Any]:
         """Returns the parameters that are registered instead of the sharded ones."""
         fsdp_params = self.fsdp_params
-        params = [*map(_get_unsharded_param, fsdp_params)]
+        params = [p._unsharded_param for p in fsdp_params]
         if fsdp_params[0].sharded_state is not ShardedState.SHARDED:
             self.keep_requires_grad()
             for fsdp_param in fsdp_params:
                 fsdp_param.to_unsharded()
+            self._flags = [param.requires_grad for param in params]
             return params
         with torch._C.DisableTorchFunctionSubclass():  # DTensor overrides nothing
-            flags = [*map(_get_sharded_requires_grad, fsdp_params)]
-        if flags != [*map(_get_requires_grad, params)]:
+            flags = [p.sharded_param.requires_grad for p in fsdp_params]
+        if flags != self._flags:
             for param, flag in zip(params, flags):
                 param.requires_grad_(flag)
+            self._flags = flags
         self._register(params, ShardedState.UNSHARDED)
         return params
 
     def _to_sharded(self) -> list[Any]:
         self.keep_requires_grad()
+        if self.fsdp_params[0].sharded_state is not ShardedState.UNSHARDED:
+            self._flags = []
         if self._free_together():
             params = [p.sharded_param for p in self.fsdp_params]
             self._register(params, ShardedState.SHARDED)
@@ -328,7 +378,9 @@ class ParamGroupCache:
         self.keep_requires_grad()
         for fsdp_param in self.fsdp_params:
             fsdp_param.to_sharded_post_forward()
-        return [p._sharded_post_forward_param for p in self.fsdp_params]
+        params = [p._sharded_post_forward_param for p in self.fsdp_params]
+        self._flags = [param.requires_grad for param in params]
+        return params
 
     def _register(self, params: Sequence[Any], state: ShardedState) -> None:
         registrations.register(self._places, params)
@@ -338,7 +390,9 @@ class ParamGroupCache:
     def _free_together(self) -> bool:
         """Frees all outputs, or returns False if each parameter has to do so itself."""
         outputs = self.outputs
-        keeps = RELEASE.may_keep_storage and any(map(_get_keeps, self.fsdp_params))
+        keeps = RELEASE.may_keep_storage and any(
+            p.keep_unsharded_storage for p in self.fsdp_params
+        )
         if outputs is None or self._has_extensions or keeps:
             return False
         allocated = self.direct_memory.allocated
@@ -351,7 +405,9 @@ class ParamGroupCache:
         """Notes marks of a shard, whose parameters stay unsharded, see `find_written`."""
         is_noted = self.watched and self.watched[0] is self._registered
         if self.watched is not False and not is_noted:
-            fsdp_param = max(self.fsdp_params, key=_get_sharded_requires_grad)
+            fsdp_param = max(
+                self.fsdp_params, key=lambda p: p.sharded_param.requires_grad
+            )
             self.watched = self._registered, fsdp_param, _get_marks(fsdp_param)
 
     def find_written(self) -> FSDPParam | None:

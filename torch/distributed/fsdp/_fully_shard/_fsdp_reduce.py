@@ -625,11 +625,25 @@ def accumulate_sharded_grads(
             flat = flat.to(dtype, copy=True)
             record_grad_output_stream(flat, part.consumer_stream)
         base = flat.storage_offset() - start
-        for i in indices:
-            param = fsdp_params[i]
-            size, stride = param.sharded_size, param.contiguous_sharded_stride
-            sharded_grad = flat.as_strided(size, stride, base + starts[i])
-            part.is_viewed &= accumulate_sharded_grad(param, sharded_grad, stream)
+        rest: list[tuple[FSDPParam, Tensor]] = []
+        # Else each access looks for an override in DTensor: 2 % of a unit's host time
+        with torch._C.DisableTorchFunctionSubclass():
+            for i in indices:
+                fsdp_param = fsdp_params[i]
+                param = fsdp_param.sharded_param
+                size, stride = (
+                    fsdp_param.sharded_size,
+                    fsdp_param.contiguous_sharded_stride,
+                )
+                sharded_grad = flat.as_strided(size, stride, base + starts[i])
+                is_plain = param.grad is None and not param._post_accumulate_grad_hooks
+                if is_plain and not rest and not fsdp_param.offload_to_cpu:
+                    param.grad = _as_dtensor(fsdp_param, sharded_grad)
+                else:  # in order, as hooks may look at the gradients before theirs
+                    rest.append((fsdp_param, sharded_grad))
+        part.is_viewed &= not rest
+        for fsdp_param, sharded_grad in rest:
+            accumulate_sharded_grad(fsdp_param, sharded_grad, stream)
 
 
 def _as_dtensor(fsdp_param: FSDPParam, sharded_grad: Tensor) -> DTensor:
@@ -643,26 +657,10 @@ def _as_dtensor(fsdp_param: FSDPParam, sharded_grad: Tensor) -> DTensor:
 
 def accumulate_sharded_grad(
     fsdp_param: FSDPParam, sharded_grad: Tensor, stream: torch.Stream
-) -> bool:
-    """Accumulates a sharded gradient and runs hooks. Returns whether it is `.grad` now."""
-    sharded_param = fsdp_param.sharded_param
-    # Else each access looks for an override in DTensor: 2 % of a unit's host time
-    with torch._C.DisableTorchFunctionSubclass():
-        hooks, present = sharded_param._post_accumulate_grad_hooks, sharded_param.grad
-        is_plain = present is None and not hooks and not fsdp_param.offload_to_cpu
-        if is_plain:
-            sharded_param.grad = _as_dtensor(fsdp_param, sharded_grad)
-    if not is_plain:
-        _accumulate(fsdp_param, sharded_grad, stream, present)
-    return is_plain
-
-
-def _accumulate(
-    fsdp_param: FSDPParam, sharded_grad: Tensor, stream: torch.Stream, present: Any
 ) -> None:
-    """Offloads a sharded gradient, adds it to the ``present`` one, and runs hooks."""
+    """Offloads a sharded gradient, adds it to the present one, and runs hooks."""
     sharded_param: Any = fsdp_param.sharded_param
-    hooks = sharded_param._post_accumulate_grad_hooks
+    hooks, present = sharded_param._post_accumulate_grad_hooks, sharded_param.grad
     if fsdp_param.offload_to_cpu:
         # A CPU addition or a hook would read the gradient before it has been copied
         overlaps = fsdp_param.pin_memory and present is None and not hooks

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from itertools import chain, repeat
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TYPE_CHECKING
 
 import torch.nn as nn
@@ -96,25 +96,34 @@ def fqns_of(
     return [name + unit for name in names]
 
 
-def places_of(fsdp_params: Sequence[FSDPParam]) -> list[tuple[nn.Module, str, int]]:
-    """Returns module, name and index of each parameter, for each name if shared."""
-    places: list[tuple[nn.Module, str, int]] = []
+def places_of(
+    fsdp_params: Sequence[FSDPParam],
+) -> dict[nn.Module, list[tuple[str, int]]]:
+    """Returns the names and indices of parameters by module, each name if shared."""
+    places: dict[nn.Module, list[tuple[str, int]]] = {}
     for i, info in enumerate(fsdp_param._module_info for fsdp_param in fsdp_params):
         modules = [info.module, *info.shared_modules]
-        places += zip(modules, [info.param_name, *info.shared_param_names], repeat(i))
+        for module, name in zip(modules, [info.param_name, *info.shared_param_names]):
+            places.setdefault(module, []).append((name, i))
     return places
 
 
-def register(places: Sequence[tuple], params: Sequence[nn.Parameter]) -> None:
+def register(
+    places: Mapping[nn.Module, Sequence[tuple[str, int]]],
+    params: Sequence[nn.Parameter],
+) -> None:
     """Registers ``params`` at their places in modules."""
     plain = nn.Module.__setattr__
-    for module, name, i in places:
+    for module, named in places.items():
         # The plain method's checks cost more than all else here, and pass, as the name
         # holds a parameter. A class may define another method at any time
         if type(module).__setattr__ is plain:
-            module._parameters[name] = params[i]
+            registered = module._parameters
+            for name, i in named:
+                registered[name] = params[i]
         else:
-            setattr(module, name, params[i])
+            for name, i in named:
+                setattr(module, name, params[i])
 
 
 def watch_loads(group: FSDPParamGroup) -> None:
@@ -178,6 +187,7 @@ def _make_reset(group: FSDPParamGroup, fsdp_param: FSDPParam) -> Callable[..., N
         if has_grad_dtype:
             keep_grad_dtypes(group, fsdp_param)  # on the new parameter
         param: Any = fsdp_param.sharded_param
+        group._cache.held_inputs = None
         if param is not previous:
             group._cache.buckets.clear()  # which have the previous one's dtypes
             # Only then look up the name: that loops over all modules of the group
