@@ -36,8 +36,8 @@ from ._fsdp_observers import gets_operators, without_grad
 from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_param_cache import (
     Columns,
-    GatherOutputs,
     GatherInputs,
+    GatherOutputs,
     ParamGroupCache,
     SplitSizes,
     view_as,

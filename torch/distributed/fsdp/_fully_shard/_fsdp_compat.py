@@ -33,7 +33,6 @@ from ._fsdp_reduce import (
     copy_in_grads,
     foreach_reduce_scatter_copy_in,
     reduce_buckets,
-    ReduceResult,
     Reduction,
 )
 from ._fsdp_releases import IS_2_14, RELEASE
@@ -45,6 +44,18 @@ class AllReduceState(NamedTuple):
 
     all_reduce_input: Tensor
     event: torch.Event | None
+
+
+class ReduceResult(NamedTuple):
+    """What :func:`foreach_reduce` returns: buffers in flight, and when they are done."""
+
+    reduce_scatter_input: Tensor | None  # 1D, None if it was freed
+    reduce_scatter_event: torch.Event | None
+    post_reduce_stream: torch.Stream
+    post_reduce_event: torch.Event
+    all_reduce_input: Tensor | None  # see `BucketGrads`
+    all_reduce_event: torch.Event | None
+    partial_reduce_output: Tensor | None
 
 
 class PluginNames:
@@ -279,7 +290,11 @@ def foreach_reduce(
     part = BucketGrads(fsdp_params, bucket, unsharded_grads, partial_reduce_output)
     if reduction.plugins is not None:
         reduction.plugins.prepare_part(part, reduction.shard_world_size)
-    return reduce_buckets(reduction, [part])[0]
+    reduce_buckets(reduction, [part])
+    values = vars(part) | {"reduce_scatter_input": part.inputs[0]}
+    if part.all_reduce_input is not None:
+        values["all_reduce_event"] = part.post_reduce_event
+    return ReduceResult(*map(values.get, ReduceResult._fields))
 
 
 _HIDDEN = "copy_in", RELEASE.lacking_argument
@@ -310,20 +325,25 @@ def reduce_monkeypatched(
     prepare: Callable[..., Any],
     reduction: Reduction,
     parts: Sequence[BucketGrads],
-) -> list[ReduceResult]:
+) -> None:
     """Reduces buckets by a plugin's replacement of :func:`foreach_reduce`."""
-    results: list[ReduceResult] = []
     names = _REDUCE_SIGNATURE.parameters
     for part in parts:
-        values = reduction._asdict() | vars(part)
+        values = vars(reduction) | vars(part)
         values |= {
             "prepare_reduce_scatter_inputs": prepare,
             "reduce_dtype": part.bucket.dtype,
             "orig_dtype": _common([dtype for dtype, _ in part.bucket.runs]),
         }
         bound = _REDUCE_SIGNATURE.bind(**{name: values[name] for name in names})
-        results.append(ReduceResult._make(replacement(*bound.args, **bound.kwargs)))
-    return results
+        result = ReduceResult._make(replacement(*bound.args, **bound.kwargs))
+        part.unsharded_grads = []  # the plugin may not have emptied it
+        reduce_input, part.reduce_scatter_event, *done = result
+        part.inputs = [] if reduce_input is None else [reduce_input]
+        part.post_reduce_stream, part.post_reduce_event, part.all_reduce_input, *_ = (
+            done
+        )
+        part.partial_reduce_output = result.partial_reduce_output
 
 
 def _plan_one_bucket(

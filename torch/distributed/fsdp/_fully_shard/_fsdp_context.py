@@ -24,9 +24,8 @@ from ._fsdp_collectives import AllGatherResult
 from ._fsdp_common import TrainingState
 from ._fsdp_direct import DirectMemory
 from ._fsdp_grads import JoinedReduction
-from ._fsdp_layout import ReduceBucket
 from ._fsdp_observers import range_of
-from ._fsdp_reduce import BucketGrads, reduce_buckets, ReduceResult, Reduction
+from ._fsdp_reduce import BucketGrads, reduce_buckets, Reduction
 
 
 if TYPE_CHECKING:
@@ -177,70 +176,61 @@ class FSDPCommContext:
         self,
         group: FSDPParamGroup,
         reduction: Reduction,
-        buckets: Sequence[ReduceBucket],
-        pop_part: Callable[[ReduceBucket], BucketGrads],
-        reduce: Callable[..., list[ReduceResult]] = reduce_buckets,
-    ) -> list[tuple[ReduceBucket, ReduceResult]]:
+        parts: Sequence[BucketGrads],
+        reduce: Callable[..., None] = reduce_buckets,
+    ) -> Sequence[BucketGrads]:
         """
-        Reduces buckets, whose gradients ``pop_part`` pops, at once, or by collective if
-        the comm or a plugin needs that. Holds what is in use. Returns buckets and results.
+        Reduces buckets at once, or by collective if the comm or a plugin needs that, and
+        holds what is in use. Returns them in the order of their reductions.
         """
-        batches = [buckets]
+        batches = [parts]
         if reduction.holds_one_input or reduce is not reduce_buckets:
-            batches = layouts.by_collective(buckets)
-        parts: list[BucketGrads] = []
-        results: list[ReduceResult] = []
+            batches = layouts.by_collective(parts)
+        previous: Sequence[BucketGrads] = ()
         try:
             for batch in batches:
-                if results and reduction.holds_one_input:
-                    self.wait_current_stream(results[-1].reduce_scatter_event)
-                    # The comm may now give this memory again
-                    results = [r._replace(reduce_scatter_input=None) for r in results]
-                    for part in parts:
+                if previous and reduction.holds_one_input:
+                    self.wait_current_stream(previous[-1].reduce_scatter_event)
+                    for part in previous:  # the comm may now give this memory again
                         part.inputs = []
-                popped = [*map(pop_part, batch)]
-                results += reduce(reduction, popped)
-                for part in popped:  # or they would stay during the next batch
-                    part.way = part.partial_reduce_output = None
-                    part.unsharded_grads = []  # a plugin may not have emptied it
-                parts += popped
+                reduce(reduction, batch)
+                previous = batch
         except BaseException:
             streams = reduction.reduce_scatter_stream, reduction.all_reduce_stream
             self.wait_after_error(*streams)
             raise
-        self._hold_reduce_buffers(group, results, parts)
-        return [*zip([part.bucket for part in parts], results, strict=True)]
+        parts = [part for batch in batches for part in batch]
+        self._hold_reduce_buffers(group, parts)
+        return parts
 
     def _hold_reduce_buffers(
-        self,
-        group: FSDPParamGroup,
-        results: Sequence[ReduceResult],
-        parts: Sequence[BucketGrads],
+        self, group: FSDPParamGroup, parts: Sequence[BucketGrads]
     ) -> None:
         """Holds inputs and reduced buffers, and the last event of each stream."""
         current_stream = self.device_handle.current_stream()
-        last_events = self._last_post_reduce_events
         # Buckets may share an input or a buffer, which the last of them uses last
         inputs: dict[torch.Tensor, None] = {}
         streams: dict[torch.Tensor, torch.Stream] = {}  # by buffer
-        event, is_viewed = None, True
-        for result, part in zip(results, parts, strict=True):
-            is_viewed &= part.is_viewed
-            last_events[result.post_reduce_stream] = result.post_reduce_event
-            if (reduce_input := result.reduce_scatter_input) is not None:
-                event = result.reduce_scatter_event
-                inputs |= dict.fromkeys((reduce_input, *part.inputs))
-            if (buffer := result.all_reduce_input) is not None:
+        event = None
+        for part in parts:
+            stream = part.post_reduce_stream
+            self._last_post_reduce_events[stream] = part.post_reduce_event
+            if part.inputs:
+                event = part.reduce_scatter_event
+                inputs |= dict.fromkeys(part.inputs)
+            if (buffer := part.all_reduce_input) is not None:
                 # Over a single rank the buffer is the input
-                is_input = buffer is reduce_input
-                stream = current_stream if is_input else self.reduce_scatter_stream
-                streams[buffer] = stream
+                is_input = buffer in inputs
+                streams[buffer] = (
+                    current_stream if is_input else self.reduce_scatter_stream
+                )
         if inputs:
             handoff = Handoff((*inputs,), event, (current_stream,), group)
             self.reduce_scatter_states.append(handoff)
         if streams:
+            is_viewed = all(part.is_viewed for part in parts)
             nbytes = 0 if is_viewed else sum(buffer.nbytes for buffer in streams)
-            event, allocating = results[-1].all_reduce_event, (*streams.values(),)
+            event, allocating = parts[-1].post_reduce_event, (*streams.values(),)
             handoff = Handoff((*streams,), event, allocating, group, nbytes)
             self.all_reduce_states.append(handoff)
 
@@ -253,9 +243,8 @@ class FSDPCommContext:
         self,
         group: FSDPParamGroup,
         reduction: Reduction,
-        buckets: Sequence[ReduceBucket],
-        pop_part: Callable[[ReduceBucket], BucketGrads],
-    ) -> Sequence[ReduceBucket]:
+        parts: Sequence[BucketGrads],
+    ) -> Sequence[BucketGrads]:
         """
         Lets small buckets wait for a reduction with those of other units, at the cap or at
         the end of this backward, be it inside of another. Returns those that do not wait.
@@ -266,16 +255,17 @@ class FSDPCommContext:
         is_deferred = group._has_deferred or reduction.defers_all_reduce
         is_plain = reduction.is_default and reduction.all_reduce_hook is None
         if is_deferred or group._partial_reduces or not is_plain:
-            return buckets
-        for batch in layouts.by_collective(buckets):
-            nbytes = sum(b.shard_numel * b.wire_dtype.itemsize for b in batch)
+            return parts
+        for batch in layouts.by_collective(parts):
+            buckets = [part.bucket for part in batch]
+            nbytes = sum(b.shard_numel * b.wire_dtype.itemsize for b in buckets)
             nbytes *= reduction.shard_world_size
             if nbytes > cap.small_nbytes:
                 remaining += batch
                 continue
             joined = self.joined_reductions.setdefault(key, JoinedReduction(reduction))
             joined.nbytes += nbytes
-            joined.parts += map(pop_part, batch)
+            joined.parts += batch
             joined.streams.append(self.device_handle.current_stream())
             if joined.nbytes >= cap.nbytes:
                 self.reduce_joined(group, key)
@@ -291,13 +281,12 @@ class FSDPCommContext:
         for key in keys or [*self.joined_reductions]:
             self.recycle_reduce_buffers(group)
             joined = self.joined_reductions.pop(key)
-            parts, current_stream = joined.join(), self.device_handle.current_stream()
+            current_stream = self.device_handle.current_stream()
             streams = dict.fromkeys(s for s in joined.streams if s != current_stream)
             for stream in streams:
                 current_stream.wait_stream(stream)
-            args = group, joined.reduction, [part.bucket for part in parts]
             try:
-                self.reduce(*args, lambda _, p=parts: p.pop(0))
+                self.reduce(group, joined.reduction, joined.join())
             finally:  # these streams may reuse the memory of the gradients
                 for stream in streams:
                     stream.wait_stream(current_stream)

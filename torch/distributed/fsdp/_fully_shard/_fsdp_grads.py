@@ -322,27 +322,28 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
                         grads[i] = fsdp_params[i].unsharded_zero_grad_data.to(dtype)
         return _get_buckets(cache, grads, tuple(earlier.items()))
 
-    def pop_part(
+    def pop_parts(
         self,
         reduction: Reduction,
         fsdp_params: Sequence[FSDPParam],
         grads: list[Any],
-        bucket: ReduceBucket,
-    ) -> BucketGrads:
+        buckets: Sequence[ReduceBucket],
+    ) -> list[BucketGrads]:
         """
-        Moves a bucket's gradients out of ``grads``, so that nothing else holds them. Adds
-        the partial reduces of its parameters, whatever they have been reduced in.
+        Moves the gradients of buckets out of ``grads``, so that nothing else holds them.
+        Adds the partial reduces of their parameters, whatever these were reduced in.
         """
-        popped = [grads[i] for i in bucket.params]
-        for i in bucket.params:
-            grads[i] = None
-        params = [fsdp_params[i] for i in bucket.params]
-        part = BucketGrads(params, bucket, popped)
-        if reduction.plugins is not None:
-            reduction.plugins.prepare_part(part, reduction.shard_world_size)
-        if self:
-            part.partial_reduce_output = self._get_output(reduction, part.bucket)
-        return part
+        parts: list[BucketGrads] = []
+        for bucket in buckets:
+            params = [fsdp_params[i] for i in bucket.params]
+            part = BucketGrads(params, bucket, [grads[i] for i in bucket.params])
+            if reduction.plugins is not None:
+                reduction.plugins.prepare_part(part, reduction.shard_world_size)
+            if self:
+                part.partial_reduce_output = self._get_output(reduction, part.bucket)
+            parts.append(part)
+        grads.clear()
+        return parts
 
     def _get_output(self, reduction: Reduction, bucket: ReduceBucket) -> Tensor | None:
         """Returns the partial reduces of a bucket's parameters, laid out like it."""

@@ -294,10 +294,10 @@ class ReduceBucketCap(NamedTuple):
     nbytes: int
 
 
-def by_collective(buckets: Sequence[ReduceBucket]) -> list[Sequence[ReduceBucket]]:
-    """Groups buckets by collective: one all-to-all, and a reduce-scatter for each."""
-    exchanged = [bucket for bucket in buckets if bucket.comm_dtype is not None]
-    scattered = [[bucket] for bucket in buckets if bucket.comm_dtype is None]
+def by_collective(parts: Sequence[Any]) -> list[Sequence[Any]]:
+    """Groups ``BucketGrads`` by collective: one all-to-all, a reduce-scatter for each."""
+    exchanged = [part for part in parts if part.bucket.comm_dtype is not None]
+    scattered = [[part] for part in parts if part.bucket.comm_dtype is None]
     return [exchanged, *scattered] if exchanged else [*scattered]
 
 

@@ -484,27 +484,29 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         if not is_default:  # it might not communicate, and prepares gradients itself
             args: Any = foreach_reduce, self._prepare_reduce_scatter_inputs
             reduce = functools.partial(compat.reduce_monkeypatched, *args)
-            reduction = reduction._replace(plugins=None)
+            reduction.plugins = None
         elif self._agreement.agreed != (buckets, *groups, comm, not defers):
             self._agreement.check_reductions(buckets, *groups, comm, not defers)
-        args = reduction, self.fsdp_params, grads
-        pop_part = functools.partial(partial_reduces.pop_part, *args)
         with self._range("FSDP::post_backward_reduce"):
             self._wait_for_post_backward()
+            args = reduction, self.fsdp_params, grads, buckets
+            parts: Any = partial_reduces.pop_parts(*args)
             if is_default and self.reduce_bucket_cap is not None:
-                buckets = context.join_small(self, reduction, buckets, pop_part)
-                if not buckets:
+                parts = context.join_small(self, reduction, parts)
+                if not parts:
                     return
             try:
-                results = context.reduce(self, reduction, buckets, pop_part, reduce)
+                parts = context.reduce(self, reduction, parts, reduce)
             except BaseException as error:
-                self._agreement.add_note(error, buckets)
+                self._agreement.add_note(error, [part.bucket for part in parts])
                 raise
             partial_reduces.clear()  # they are in these sums
-            for bucket, result in results:
-                self._post_reduce_event = result.post_reduce_event
-                if (output := result.partial_reduce_output) is not None:
-                    partial_reduces[bucket.key] = PartialReduce(bucket, output)
+            for part in parts:
+                self._post_reduce_event = part.post_reduce_event
+                if (output := part.partial_reduce_output) is not None:
+                    partial_reduces[part.bucket.key] = PartialReduce(
+                        part.bucket, output
+                    )
 
     def _make_reduction(self, num_buckets: int, groups: tuple[Any, Any]) -> Reduction:
         """Returns the settings that the unit's buckets are reduced with now."""

@@ -59,19 +59,6 @@ if TYPE_CHECKING:
 Sum: TypeAlias = tuple[Tensor, float | None]
 
 
-class ReduceResult(NamedTuple):
-    """Buffers of a reduction in flight, with the events after which it is done."""
-
-    reduce_scatter_input: Tensor | None  # 1D, None if it was freed
-    reduce_scatter_event: torch.Event | None
-    post_reduce_stream: torch.Stream
-    post_reduce_event: torch.Event
-    # 1D, the reduced buffer, if a stream uses it that did not allocate it
-    all_reduce_input: Tensor | None = None
-    all_reduce_event: torch.Event | None = None
-    partial_reduce_output: Tensor | None = None  # 1D, if the all-reduce is deferred
-
-
 def _default_reduce_scatter_input_fn(
     fsdp_params: list[FSDPParam], unsharded_grads: list[Tensor], world_size: int
 ) -> tuple[torch.Size, ...]:
@@ -89,7 +76,8 @@ def _default_reduce_scatter_input_fn(
     return tuple(sizes)
 
 
-class Reduction(NamedTuple):
+@dataclass(eq=False)
+class Reduction:
     """The groups, streams and settings that all buckets of a unit are reduced with."""
 
     reduce_scatter_group: dist.ProcessGroup | None
@@ -106,14 +94,20 @@ class Reduction(NamedTuple):
     clones_output: bool = False  # as the comm may reuse its memory too early
     holds_one_input: bool = False  # as another may use its memory, or more of a pool
 
-    @property
-    def defers_all_reduce(self) -> bool:
-        return self.all_reduce_group is not None and not self.all_reduce_grads
-
-    @property
-    def continues(self) -> bool:
-        """Whether an all-reduce or a hook follows the sum over the shard group."""
-        return self.all_reduce_group is not None or self.all_reduce_hook is not None
+    def __post_init__(self) -> None:
+        scatter_group, replicate_group = (
+            self.reduce_scatter_group,
+            self.all_reduce_group,
+        )
+        self.shard_world_size = 1 if scatter_group is None else scatter_group.size()
+        # Whether an all-reduce or a hook follows the sum over the shard group
+        self.continues = replicate_group is not None or self.all_reduce_hook is not None
+        self.defers_all_reduce = (
+            replicate_group is not None and not self.all_reduce_grads
+        )
+        factor, is_sum = self.gradient_divide_factor, self.force_sum_reduction_for_comms
+        settings = self.device.type, factor, is_sum
+        self.scaling = Scaling(scatter_group, replicate_group, *settings)
 
     @property
     def is_default(self) -> bool:
@@ -121,33 +115,28 @@ class Reduction(NamedTuple):
         is_default = type(self.reduce_scatter_comm) is DefaultReduceScatter
         return is_default and self.plugins is None
 
-    @property
-    def shard_world_size(self) -> int:
-        group = self.reduce_scatter_group
-        return 1 if group is None else group.size()
-
-    @property
-    def scaling(self) -> Scaling:
-        groups = self.reduce_scatter_group, self.all_reduce_group
-        factor, is_sum = self.gradient_divide_factor, self.force_sum_reduction_for_comms
-        return Scaling(*groups, self.device.type, factor, is_sum)
-
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return allocate(self.reduce_scatter_comm, numel, dtype, self.device)
 
 
 @dataclass(eq=False)
 class BucketGrads:
-    """A bucket to reduce, its parameters, their gradients and their partial reduce."""
+    """A bucket to reduce, with its parameters' gradients, and then what is in flight."""
 
     fsdp_params: list[FSDPParam]  # in slot order, as the gradients
     bucket: ReduceBucket
     unsharded_grads: list[Tensor]  # the copy-in drops them
+    # 1D: before its reduction that of earlier microbatches, after it if it was deferred
     partial_reduce_output: Tensor | None = None
-    way: Any = None  # to send the bucket: `Packed`, ...
-    inputs: list[Tensor] = field(default_factory=list)  # of the collective
     consumer_stream: torch.Stream = field(init=False)  # reads the sharded gradients
     is_viewed: bool = False  # whether these gradients are views of the reduced buffer
+    way: Any = None  # to send the bucket: `Packed`, ...
+    inputs: list[Tensor] = field(default_factory=list)  # of the collective, until
+    reduce_scatter_event: torch.Event | None = None
+    post_reduce_stream: torch.Stream = field(init=False)  # reduces last, until
+    post_reduce_event: torch.Event = field(init=False)
+    # 1D, the reduced buffer, if a stream uses it that did not allocate it
+    all_reduce_input: Tensor | None = None
 
     @property
     def partial_dtype(self) -> torch.dtype:
@@ -157,14 +146,11 @@ class BucketGrads:
         return max(dtypes, key=lambda d: d.itemsize)
 
 
-def reduce_buckets(
-    reduction: Reduction, parts: Sequence[BucketGrads]
-) -> list[ReduceResult]:
+def reduce_buckets(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
     """Reduces buckets. All copy-ins come first, so that streams wait only once."""
     handle = _get_device_handle(reduction.device.type)
     compute_stream, stream = handle.current_stream(), reduction.reduce_scatter_stream
     exchanged: list[BucketGrads] = []
-    results: list[ReduceResult] = []
     # An error gets a note about `batch`
     batch, layout, has_grad = parts, None, torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)
@@ -194,13 +180,12 @@ def reduce_buckets(
                 grouped = groupby(parts, lambda part: part.bucket.all_reduce_key)
                 batches = [[*batch] for _, batch in grouped]
             for batch in batches:
-                results += _reduce_batch(reduction, batch)
+                _reduce_batch(reduction, batch)
     except Exception as error:
         note_reduction(error, batch)
         raise
     finally:
         torch._C._set_grad_enabled(has_grad)
-    return results
 
 
 # Ways to send #
@@ -540,7 +525,7 @@ def relayout(
 # Phase 3: over replicas, and into sharded gradients #
 
 
-def _reduce_batch(reduction: Reduction, parts: list[BucketGrads]) -> list[ReduceResult]:
+def _reduce_batch(reduction: Reduction, parts: list[BucketGrads]) -> None:
     """Reduces buckets that share an all-reduce, and so have the same factors."""
     part, stream, scaling = parts[0], reduction.reduce_scatter_stream, reduction.scaling
     bucket, defers = part.bucket, reduction.defers_all_reduce
@@ -554,28 +539,29 @@ def _reduce_batch(reduction: Reduction, parts: list[BucketGrads]) -> list[Reduce
         # Now, as the all-reduce must sum the partial reduces of all replicas
         if part.partial_reduce_output is not None:
             shard += part.partial_reduce_output
+            part.partial_reduce_output = None
         sums.append(shard.clone() if reduction.clones_output else shard)
-    scattered = stream.record_event()
+    scattered = done = stream.record_event()
     if defers:  # of one bucket
-        result = ReduceResult(part.inputs[0], scattered, stream, scattered)
-        return [result._replace(partial_reduce_output=sums[0])]
-    if reduction.continues:
+        part.partial_reduce_output = sums[0]
+    elif reduction.continues:
         stream = reduction.all_reduce_stream
-        reduced, done = _reduce_over_replicas(reduction, parts, sums, factors)
-        rest = scattered, stream, done, reduced, done
-        return [ReduceResult(part.inputs[0], *rest) for part in parts]
-    if after is not None:
-        _div_if_needed(sums[0], after)
-    accumulate_sharded_grads(part, sums[0], stream)
-    done = stream.record_event()
-    if sums[0] is part.inputs[0]:
-        scattered = done  # over a single rank the result is the input
-    return [ReduceResult(part.inputs[0], scattered, stream, done)]
+        done = _reduce_over_replicas(reduction, parts, sums, factors)
+    else:
+        if after is not None:
+            _div_if_needed(sums[0], after)
+        accumulate_sharded_grads(part, sums[0], stream)
+        done = stream.record_event()
+        if sums[0] is part.inputs[0]:
+            scattered = done  # over a single rank the result is the input
+    for part in parts:
+        part.reduce_scatter_event = scattered
+        part.post_reduce_stream, part.post_reduce_event = stream, done
 
 
 def _reduce_over_replicas(
     reduction: Reduction, parts: list[BucketGrads], sums: list[Tensor], factors: Factors
-) -> tuple[Tensor, torch.Event]:
+) -> torch.Event:
     """All-reduces the sums of buckets together, and runs the user's hook."""
     buffer, stream, (_, after, _, op) = sums[0], reduction.all_reduce_stream, factors
     group, hook = reduction.all_reduce_group, reduction.all_reduce_hook
@@ -594,7 +580,8 @@ def _reduce_over_replicas(
         _div_if_needed(buffer, after)
         for part, shard in zip(parts, sums, strict=True):
             accumulate_sharded_grads(part, shard, stream, needs_casts)
-        return buffer, stream.record_event()
+            part.all_reduce_input = buffer
+        return stream.record_event()
 
 
 def record_grad_output_stream(buffer: Tensor, stream: torch.Stream) -> None:
