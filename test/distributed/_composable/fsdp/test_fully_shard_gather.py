@@ -211,7 +211,7 @@ class TestKeptBetweenSteps(ThreadTest):
         def buckets(pattern) -> tuple[ReduceBucket, ...]:
             specs = zip(self.SPECS, pattern)
             grads = [d and torch.empty(spec.size, dtype=d) for spec, d in specs]
-            return grads_file._get_buckets(unit._cache, grads)
+            return grads_file.PartialReduces().plan(unit._cache, grads, defers=False)
 
         found = [buckets(pattern) for pattern in patterns]
         members = [

@@ -291,10 +291,10 @@ def foreach_reduce(
     if reduction.plugins is not None:
         reduction.plugins.prepare_part(part, reduction.shard_world_size)
     reduce_buckets(reduction, [part])
-    values = vars(part) | {"reduce_scatter_input": part.inputs[0]}
-    if part.all_reduce_input is not None:
-        values["all_reduce_event"] = part.post_reduce_event
-    return ReduceResult(*map(values.get, ReduceResult._fields))
+    done, reduced = part.post_reduce_event, part.all_reduce_input
+    scattered = part.inputs[0], part.reduce_scatter_event
+    all_reduced = reduced, None if reduced is None else done, part.partial_reduce_output
+    return ReduceResult(*scattered, part.post_reduce_stream, done, *all_reduced)
 
 
 _HIDDEN = "copy_in", RELEASE.lacking_argument
@@ -338,11 +338,12 @@ def reduce_monkeypatched(
         bound = _REDUCE_SIGNATURE.bind(**{name: values[name] for name in names})
         result = ReduceResult._make(replacement(*bound.args, **bound.kwargs))
         part.unsharded_grads = []  # the plugin may not have emptied it
-        reduce_input, part.reduce_scatter_event, *done = result
+        reduce_input = result.reduce_scatter_input
         part.inputs = [] if reduce_input is None else [reduce_input]
-        part.post_reduce_stream, part.post_reduce_event, part.all_reduce_input, *_ = (
-            done
-        )
+        part.reduce_scatter_event = result.reduce_scatter_event
+        part.post_reduce_stream = result.post_reduce_stream
+        part.post_reduce_event = result.post_reduce_event
+        part.all_reduce_input = result.all_reduce_input
         part.partial_reduce_output = result.partial_reduce_output
 
 

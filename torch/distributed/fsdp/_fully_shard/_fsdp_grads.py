@@ -5,9 +5,8 @@ wait for a later reduction: partial reduces of deferred all-reduces, and small b
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TYPE_CHECKING
 
@@ -25,6 +24,7 @@ from ._fsdp_param_cache import ParamGroupCache
 from ._fsdp_reduce import (
     accumulate_sharded_grad,
     BucketGrads,
+    make_parts,
     Reduction,
     relayout,
 )
@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from ._fsdp_param_group import FSDPParamGroup
 
 
-_MAX_CACHED_PATTERNS = (
-    32  # which parameters have a gradient, in which dtype: mostly one
-)
+# Which parameters have a gradient, in which dtype: mostly one
+_MAX_CACHED_PATTERNS = 32
 
 # [Note: Microbatches]
 # While gradients are not reduced they add up in the reduce dtype, or in a wider
@@ -58,32 +57,16 @@ def _unsharded_params(
             yield fsdp_param, param
 
 
-def _get_buckets(
-    cache: ParamGroupCache,
-    grads: Sequence[Tensor | None],
-    earlier: tuple[tuple[int, BucketKey], ...] = (),
-) -> tuple[ReduceBucket, ...]:
-    """
-    Returns the buckets to reduce, in the order that all ranks reduce them in.
-    ``earlier``: which parameters have partial reduces, and in which dtypes.
-    """
-    dtypes = tuple([None if grad is None else grad.dtype for grad in grads])
-    if (buckets := cache.buckets.get((dtypes, earlier))) is None:
-        if len(cache.buckets) >= _MAX_CACHED_PATTERNS:
-            cache.buckets.clear()
-        min_nbytes = cache.direct_memory.min_nbytes
-        buckets = _plan_buckets(cache.fsdp_params, dtypes, min_nbytes, earlier)
-        cache.buckets[dtypes, earlier] = buckets
-    return buckets
-
-
 def _plan_buckets(
-    fsdp_params: Sequence[FSDPParam],
+    cache: ParamGroupCache,
     grad_dtypes: Sequence[torch.dtype | None],
-    min_nbytes: int | None = None,
-    earlier: Iterable[tuple[int, BucketKey]] = (),
+    earlier: Mapping[int, BucketKey],
 ) -> tuple[ReduceBucket, ...]:
-    """Plans the buckets of gradients of these dtypes, None where there is none."""
+    """
+    Plans the buckets of gradients of these dtypes, None where there is none. ``earlier``:
+    which parameters have partial reduces, and in which dtypes.
+    """
+    fsdp_params, min_nbytes = cache.fsdp_params, cache.direct_memory.min_nbytes
     reduce_dtypes = {
         i: layouts.reduce_dtype_of(dtype, layouts.default_reduce_dtype(fsdp_params[i]))
         for i, dtype in enumerate(grad_dtypes)
@@ -92,17 +75,18 @@ def _plan_buckets(
     if RELEASE.accumulates_by_autograd:
         # As in a unit of the release: a dtype that holds those of all gradients, and
         # partial reduces, of one storage dtype for which the policy sets no reduce dtype
+        promoted: dict[torch.dtype, torch.dtype] = {}
         sets_none = [p.mp_policy.reduce_dtype is None for p in fsdp_params]
-        # Each dtype once, as two equal float8 dtypes cannot be promoted
-        by_stored: dict[torch.dtype, dict[torch.dtype, None]] = {}
-        for i, dtype in (*reduce_dtypes.items(), *((i, key[0]) for i, key in earlier)):
-            if sets_none[i]:
-                by_stored.setdefault(fsdp_params[i].sharded_param.dtype, {})[dtype] = (
-                    None
-                )
-        for i in filter(sets_none.__getitem__, reduce_dtypes):
-            dtypes = by_stored[fsdp_params[i].sharded_param.dtype]
-            reduce_dtypes[i] = functools.reduce(torch.promote_types, dtypes)
+        stored = [p.sharded_param.dtype for p in fsdp_params]
+        pairs = [*reduce_dtypes.items(), *((i, key[0]) for i, key in earlier.items())]
+        pairs = [(i, dtype) for i, dtype in pairs if sets_none[i]]
+        for i, dtype in pairs:
+            other = promoted.setdefault(stored[i], dtype)
+            if other != dtype:  # two equal float8 dtypes cannot be promoted
+                promoted[stored[i]] = torch.promote_types(other, dtype)
+        reduce_dtypes |= {
+            i: promoted[stored[i]] for i, _ in pairs if i in reduce_dtypes
+        }
     by_param = [(i, fsdp_params[i], dtype) for i, dtype in reduce_dtypes.items()]
     slots = [make_slot(*item, min_nbytes) for item in by_param]
     keys = [layouts.bucket_key(fsdp_param, dtype) for _, fsdp_param, dtype in by_param]
@@ -250,9 +234,8 @@ class AccumulationBefore215(Accumulation):
             self.pop(fsdp_param, param)
 
 
-accumulation = (
-    Accumulation() if RELEASE.accumulates_by_autograd else AccumulationBefore215()
-)
+_kind = Accumulation if RELEASE.accumulates_by_autograd else AccumulationBefore215
+accumulation = _kind()
 
 
 def accumulate_empty_grads(
@@ -310,43 +293,27 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         gradient for it. Before 2.15 not in a unit without any gradient, if this
         microbatch ``defers`` the all-reduce.
         """
-        if not self:
-            return _get_buckets(cache, grads)
         fsdp_params = cache.fsdp_params
         earlier = {i: key for key, p in self.items() for i in p.bucket.params}
-        if hasattr(fsdp_params[0], "_unsharded_param"):
+        if earlier and hasattr(fsdp_params[0], "_unsharded_param"):
             by_autograd = RELEASE.accumulates_by_autograd
             if by_autograd or not defers or any(g is not None for g in grads):
                 for i, (dtype, _) in earlier.items():
                     if grads[i] is None:
                         grads[i] = fsdp_params[i].unsharded_zero_grad_data.to(dtype)
-        return _get_buckets(cache, grads, tuple(earlier.items()))
+        dtypes = [None if grad is None else grad.dtype for grad in grads]
+        pattern = (*dtypes,), (*earlier.items(),)
+        if (buckets := cache.buckets.get(pattern)) is None:
+            if len(cache.buckets) >= _MAX_CACHED_PATTERNS:
+                cache.buckets.clear()
+            buckets = cache.buckets[pattern] = _plan_buckets(cache, dtypes, earlier)
+        return buckets
 
-    def pop_parts(
-        self,
-        reduction: Reduction,
-        fsdp_params: Sequence[FSDPParam],
-        grads: list[Any],
-        buckets: Sequence[ReduceBucket],
-    ) -> list[BucketGrads]:
+    def get_output(self, reduction: Reduction, bucket: ReduceBucket) -> Tensor | None:
         """
-        Moves the gradients of buckets out of ``grads``, so that nothing else holds them.
-        Adds the partial reduces of their parameters, whatever these were reduced in.
+        Returns the partial reduces of a bucket's parameters, laid out like it, whatever
+        they were reduced in.
         """
-        parts: list[BucketGrads] = []
-        for bucket in buckets:
-            params = [fsdp_params[i] for i in bucket.params]
-            part = BucketGrads(params, bucket, [grads[i] for i in bucket.params])
-            if reduction.plugins is not None:
-                reduction.plugins.prepare_part(part, reduction.shard_world_size)
-            if self:
-                part.partial_reduce_output = self._get_output(reduction, part.bucket)
-            parts.append(part)
-        grads.clear()
-        return parts
-
-    def _get_output(self, reduction: Reduction, bucket: ReduceBucket) -> Tensor | None:
-        """Returns the partial reduces of a bucket's parameters, laid out like it."""
         output, stream = None, reduction.reduce_scatter_stream
         for partial in self.values():
             if partial.bucket == bucket:
@@ -363,14 +330,14 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
 
     def assign(self, group: FSDPParamGroup, output: Tensor) -> None:
         """Makes ``output`` (1D) the only partial reduce. Raises if it fits no bucket."""
-        fsdp_params, min_nbytes = group.fsdp_params, group._direct_memory.min_nbytes
+        cache, fsdp_params = group._get_cache(), group.fsdp_params
         compute_dtypes = [
             layouts.dtypes_of(p).compute if p.sharded_param.requires_grad else None
             for p in fsdp_params
         ]
         # The bucket of a partial reduce may lack parameters that had no gradient
         buckets = [partial.bucket for partial in self.values()]
-        buckets += _plan_buckets(fsdp_params, compute_dtypes, min_nbytes)
+        buckets += _plan_buckets(cache, compute_dtypes, {})
         for bucket in buckets:
             params = [fsdp_params[i] for i in bucket.params]
             dtypes = bucket.dtype, BucketGrads(params, bucket, []).partial_dtype
@@ -409,9 +376,5 @@ class JoinedReduction:
             grads += part.unsharded_grads
             part.unsharded_grads.clear()
         is_mixed = any(part.bucket.is_mixed for part in self.parts)
-        joined: list[BucketGrads] = []
-        for bucket in layouts.plan_buckets(slots, keys, is_mixed):
-            params = [fsdp_params[i] for i in bucket.params]
-            new_grads = [grads[i] for i in bucket.params]
-            joined.append(BucketGrads(params, bucket, new_grads))
-        return joined
+        buckets = layouts.plan_buckets(slots, keys, is_mixed)
+        return make_parts(buckets, fsdp_params, grads)

@@ -217,7 +217,7 @@ class ParamGroupCache:
         self.held_inputs: GatherInputs | None = None
         self._outputs: GatherOutputs | None = None
         self.has_unsharded_params = False
-        # By the dtypes of gradients and of partial reduces, see `_get_buckets`
+        # By the dtypes of gradients and of partial reduces, see `PartialReduces.plan`
         self.buckets: dict[tuple, tuple[layouts.ReduceBucket, ...]] = {}
         self.noted_facts: list[tuple] | None = None  # see `get_facts`
         # See [Note: Microbatches]

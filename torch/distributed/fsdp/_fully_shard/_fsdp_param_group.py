@@ -26,7 +26,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -82,7 +82,12 @@ from ._fsdp_grads import accumulation, PartialReduce, PartialReduces
 from ._fsdp_param import FSDPParam, ParamModuleInfo, ShardedState  # noqa: F401
 from ._fsdp_param_cache import ParamGroupCache
 from ._fsdp_policies import resolve_all, tables_of
-from ._fsdp_reduce import _default_reduce_scatter_input_fn, reduce_buckets, Reduction
+from ._fsdp_reduce import (
+    _default_reduce_scatter_input_fn,
+    make_parts,
+    reduce_buckets,
+    Reduction,
+)
 from ._fsdp_registrations import _get_param_module_infos, fqns_of  # noqa: F401
 from ._fsdp_summary import log_layout
 
@@ -303,13 +308,12 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         if in_forward:
             self.comm_ctx.release_all_gather_state_for_comm_reuse()
         # A plugin may have started the gather
-        group = self._all_gather_group or self._get_gather_group()
+        group: Any = self._all_gather_group or self._get_gather_group()
         is_single = group is None or group.size() == 1
         if (memory := self._direct_memory).allocated:
             memory.begin_use(self.device_handle.current_stream())
         cache = self._get_cache()
-        args: Any = (result, self.fsdp_params, group)
-        options: dict[str, Any] = {"cache": cache}
+        args, options = (result, self.fsdp_params, group), cast(Any, {"cache": cache})
         copy_out = foreach_all_gather_copy_out, self._all_gather_output_fn
         if copy_out != _COPY_OUT:
             options = get_copy_out_options(_default_all_gather_output_fn, copy_out[1])
@@ -489,8 +493,13 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
             self._agreement.check_reductions(buckets, *groups, comm, not defers)
         with self._range("FSDP::post_backward_reduce"):
             self._wait_for_post_backward()
-            args = reduction, self.fsdp_params, grads, buckets
-            parts: Any = partial_reduces.pop_parts(*args)
+            parts: Any = make_parts(buckets, self.fsdp_params, grads)
+            for part in parts:
+                if reduction.plugins is not None:
+                    reduction.plugins.prepare_part(part, reduction.shard_world_size)
+                if partial_reduces:
+                    output = partial_reduces.get_output(reduction, part.bucket)
+                    part.partial_reduce_output = output
             if is_default and self.reduce_bucket_cap is not None:
                 parts = context.join_small(self, reduction, parts)
                 if not parts:

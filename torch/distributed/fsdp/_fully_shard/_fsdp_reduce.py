@@ -95,19 +95,14 @@ class Reduction:
     holds_one_input: bool = False  # as another may use its memory, or more of a pool
 
     def __post_init__(self) -> None:
-        scatter_group, replicate_group = (
-            self.reduce_scatter_group,
-            self.all_reduce_group,
-        )
+        scatter_group, group = self.reduce_scatter_group, self.all_reduce_group
         self.shard_world_size = 1 if scatter_group is None else scatter_group.size()
         # Whether an all-reduce or a hook follows the sum over the shard group
-        self.continues = replicate_group is not None or self.all_reduce_hook is not None
-        self.defers_all_reduce = (
-            replicate_group is not None and not self.all_reduce_grads
-        )
+        self.continues = group is not None or self.all_reduce_hook is not None
+        self.defers_all_reduce = group is not None and not self.all_reduce_grads
         factor, is_sum = self.gradient_divide_factor, self.force_sum_reduction_for_comms
         settings = self.device.type, factor, is_sum
-        self.scaling = Scaling(scatter_group, replicate_group, *settings)
+        self.scaling = Scaling(scatter_group, group, *settings)
 
     @property
     def is_default(self) -> bool:
@@ -144,6 +139,18 @@ class BucketGrads:
         dtype = self.bucket.dtype
         dtypes = [layouts.accumulation_dtype(p, dtype) for p in self.fsdp_params]
         return max(dtypes, key=lambda d: d.itemsize)
+
+
+def make_parts(
+    buckets: Sequence[ReduceBucket], fsdp_params: Sequence[FSDPParam], grads: list[Any]
+) -> list[BucketGrads]:
+    """Moves gradients out of ``grads``, so that nothing else holds them."""
+    parts: list[BucketGrads] = []
+    for bucket in buckets:
+        params = [fsdp_params[i] for i in bucket.params]
+        parts.append(BucketGrads(params, bucket, [grads[i] for i in bucket.params]))
+    grads.clear()
+    return parts
 
 
 def reduce_buckets(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
