@@ -350,8 +350,8 @@ class ParamGroupCache:
         with torch._C.DisableTorchFunctionSubclass():  # DTensor overrides nothing
             flags = [p.sharded_param.requires_grad for p in fsdp_params]
         if flags != self._flags:
-            for param, flag in zip(params, flags):
-                param.requires_grad_(flag)
+            for param in [p for p, f in zip(params, flags) if p.requires_grad is not f]:
+                param.requires_grad_(not param.requires_grad)
             self._flags = flags
         self._register(params, ShardedState.UNSHARDED)
         return params
