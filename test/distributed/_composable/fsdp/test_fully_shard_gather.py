@@ -16,6 +16,7 @@ from fsdp_helpers.common.release_rules import IS_2_15
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_grads as grads_file
@@ -23,7 +24,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_layout import GatherLayout, Reduc
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import parametrize, run_tests
 
 
@@ -250,6 +252,18 @@ class Listening(nn.Module):
         super().__setattr__(name, value)
 
 
+class Affine(nn.Module):
+    """A copy without casts views the shard of ``bias`` in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8, dtype=BF16))
+        self.bias = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.to(x.dtype) + self.bias
+
+
 class TestExplicitUnshard(utils.FakeGroupTest):
     ranks = 2
 
@@ -266,6 +280,49 @@ class TestExplicitUnshard(utils.FakeGroupTest):
             model.reshard()
             self.assertIs(linear.weight, sharded)
             self.assertEqual([*map(id, listening.given)], [id(unsharded), id(sharded)])
+
+    @parametrize("change", ["load", "to", "lazy_init"])
+    def test_a_replaced_shard_is_freed_at_once(self, change: str) -> None:
+        """Not at the next gather: users move models off a device to free it."""
+        model = fully_shard(Affine(), mesh=self.mesh)
+        model(torch.zeros(8)).sum().backward()
+        model.zero_grad()
+        shard = StorageWeakRef(model.bias.to_local().untyped_storage())
+        state = {k: v + 1 for k, v in model.state_dict().items()}
+        if change == "load":
+            model.load_state_dict(state, assign=True)
+        elif change == "to":
+            model.to(FP64)
+        else:
+            model.bias = nn.Parameter(state["bias"])
+            comms.group_of(model)._reset_sharded_params = False
+            comms.group_of(model).lazy_init()
+        del state
+        self.assertTrue(shard.expired())
+
+    @parametrize("is_dense", [False, True])
+    def test_a_gather_sends_what_shards_are_now(self, is_dense: bool) -> None:
+        model = fully_shard(Affine(), mesh=self.mesh)
+        for start in (1.0, 5.0):
+            shard = torch.ones(4, 2)[:, 0]
+            shard = shard.contiguous() if is_dense else shard
+            bias = DTensor.from_local(shard, self.mesh, [Shard(0)], run_check=False)
+            model.load_state_dict({"bias": bias}, assign=True, strict=False)
+            for value in (start, start + 1, start + 2):
+                shard.fill_(value)
+                output = model(torch.zeros(8, requires_grad=True))
+                self.assertEqual(output[:4].tolist(), [value] * 4)
+                output.sum().backward()
+                model.zero_grad()
+
+    def test_inputs_of_a_fake_gather_are_not_held(self) -> None:
+        model = fully_shard(Affine(), mesh=self.mesh)
+        group = comms.group_of(model)
+        group.lazy_init()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            group._get_cache().prepare_gather().make_sources()
+        model.unshard()
+        self.assertEqual(model.bias[:4].tolist(), [1.0] * 4)
 
     @parametrize("has_own", [False, True])
     def test_an_explicit_unshard_reads_what_has_changed(self, has_own: bool) -> None:
