@@ -315,6 +315,16 @@ class TestExplicitUnshard(utils.FakeGroupTest):
                 output.sum().backward()
                 model.zero_grad()
 
+    def test_requires_grad_may_change_in_each_state(self) -> None:
+        model = fully_shard(Affine(), mesh=self.mesh)
+        for flag in (False, True, True, False):
+            model.bias.requires_grad_(not flag)
+            model.unshard()
+            self.assertEqual(model.bias.requires_grad, not flag)
+            model.bias.requires_grad_(flag)
+            model.reshard()
+            self.assertEqual(model.bias.requires_grad, flag)
+
     def test_inputs_of_a_fake_gather_are_not_held(self) -> None:
         model = fully_shard(Affine(), mesh=self.mesh)
         group = comms.group_of(model)
