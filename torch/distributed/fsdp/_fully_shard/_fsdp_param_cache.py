@@ -103,7 +103,7 @@ class GatherInputs:
             ]
             inputs[:num_viewed] = view_as(region.dtype, inputs[:num_viewed])
             sources.append(inputs)
-        if all(tensor.is_contiguous() for tensor in tensors):  # else some are copies
+        if all(map(torch.Tensor.is_contiguous, tensors)):  # else some are copies
             self.sources = sources
         return sources
 
@@ -122,8 +122,9 @@ def get_shards(fsdp_params: Sequence[Any]) -> list[torch.Tensor]:
     return [p._sharded_param_data for p in fsdp_params]
 
 
-def has_extension(fsdp_param: FSDPParam) -> bool:
-    makes_inputs = hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather")
+def has_extension(fsdp_param: Any) -> bool:
+    shard = fsdp_param.sharded_param._local_tensor
+    makes_inputs = hasattr(shard, "fsdp_pre_all_gather")
     return makes_inputs or hasattr(fsdp_param, "_extensions_data")
 
 
