@@ -35,13 +35,11 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
 
     Attributes:
         param_dtype (torch.dtype, optional): Dtype in which floating-point parameters are
-            gathered, and seen by forward and backward. ``None``: each keeps the dtype it
-            is stored in.
+            gathered, and seen by forward and backward. ``None``: the stored dtype.
         reduce_dtype (torch.dtype, optional): Dtype in which gradients are summed over
             the ranks, and accumulated while :meth:`set_requires_gradient_sync` is off:
             float64, float32, float16 or bfloat16. ``None``: since 2.15 each parameter's
-            ``grad_dtype``, by default the dtype it is stored in; before, that of its
-            parameter in backward.
+            ``grad_dtype``, by default the stored dtype; before, the gradient's dtype.
         output_dtype (torch.dtype, optional): Dtype to which floating-point outputs of
             forward are cast. ``None``: they stay as they are.
         cast_forward_inputs (bool): Whether floating-point tensors given to forward are
@@ -53,8 +51,8 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
         reduce_dtype_override_fn (callable, optional): The same for ``reduce_dtype``.
         grad_comm_dtype (torch.dtype, optional): Dtype in which gradients are sent: float64,
             float32, float16 or bfloat16. If set, an all-to-all in this dtype replaces
-            the reduce-scatter, and FSDP adds in ``reduce_dtype`` (float32 if that is
-            ``None``), which must hold every value of this one. It adds in one fixed
+            the reduce-scatter, and FSDP adds in ``reduce_dtype``, which is then float32
+            by default, and must hold every value of this one. It adds in one fixed
             order: the bits depend neither on the unit's other parameters nor, if shard
             groups have a power of two of ranks, on how the mesh shards and replicates.
             ``None``: they are sent in what the backend sums them in.
@@ -73,6 +71,8 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
                 raise TypeError(f"{name} is {value!r}: give a torch.dtype")
         if isinstance(self.cast_forward_inputs, torch.dtype):
             raise TypeError("cast_forward_inputs is a dtype: give fields by keyword")
+        if self.grad_comm_dtype and self.reduce_dtype is None:
+            object.__setattr__(self, "reduce_dtype", torch.float32)  # it is frozen
         for name, fn in _overrides_of(self).items():
             if not callable(fn):
                 fix = "give a function from a parameter to a dtype or None"
@@ -123,41 +123,29 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
 
 
 def resolve(
-    policy: _P,
-    param: nn.Parameter,
-    fqn: str,
-    is_whole: bool | None = None,
-    earlier: _P | None = None,
+    policy: _P, param: nn.Parameter, fqn: str, is_whole: bool | None = None
 ) -> _P:
     """
-    Returns one parameter's policy, without overrides and with its reduce dtype.
-    ``is_whole`` is False if ``fqn`` may be only the end of the name in the model
-    that ``by_name`` was called on, and None while nobody knows. ``earlier`` is what this
-    returned while nobody knew: functions are not asked again.
+    Returns one parameter's policy, without overrides. ``is_whole`` is False if ``fqn`` may
+    be only the end of the name in the model that ``by_name`` was called on, and None while
+    nobody knows: then overrides by name stay, to resolve again the policy that this returns.
     """
     changes: dict[str, Any] = {}
     for name, override_fn in _overrides_of(policy).items():
-        changes[f"{name}_override_fn"] = None
-        if isinstance(override_fn, DtypeByName):
+        if is_table := isinstance(override_fn, DtypeByName):
             dtype = override_fn.look_up(fqn, is_whole)
-        elif earlier is not None:
-            if (dtype := getattr(earlier, name)) != getattr(policy, name):
-                changes[name] = dtype
-            continue
         else:
             try:
                 dtype = override_fn(param)
             except Exception as error:
-                # Users refuse a parameter with a ValueError
-                cls = ValueError if isinstance(error, ValueError) else RuntimeError
                 message = f"{name}_override_fn failed for parameter {fqn}: {error!r}"
-                raise cls(message) from error
+                raise ValueError(message) from error
+        if not is_table or is_whole is not None:
+            changes[f"{name}_override_fn"] = None
         if dtype is not None:
             _check_override(name, dtype, param, fqn)
             changes[name] = dtype
     resolved = replace(policy, **changes) if changes else policy
-    if (reduce_dtype := reduce_dtype_of_policy(resolved)) != resolved.reduce_dtype:
-        resolved = replace(resolved, reduce_dtype=reduce_dtype)
     if param.requires_grad and param.dtype.is_floating_point:
         _check_can_train(resolved, changes.get("param_dtype"), param, fqn)
     return resolved
@@ -168,21 +156,15 @@ def resolve_all(
     params: Sequence[nn.Parameter],
     fqns: Sequence[str],
     is_named: bool | None = None,  # by the root; None: not yet
-    earlier: Sequence[_P | None] = (),
+    earlier: Sequence[_P] = (),  # from the same policy, when nobody knew the names
 ) -> list[_P]:
     """Returns the policies of a unit's parameters, see :func:`resolve`."""
     is_whole = is_named and all(
         _clean(fqn) in table.by_fqn for table in tables_of(policy) for fqn in fqns
     )
-    named = zip(params, fqns, earlier or [None] * len(fqns), strict=True)
-    return [resolve(policy, p, fqn, is_whole, before) for p, fqn, before in named]
-
-
-def reduce_dtype_of_policy(policy: Any) -> torch.dtype | None:
-    """Returns the dtype that a policy reduces in, None for the gradient's default."""
-    if policy.reduce_dtype is None and getattr(policy, "grad_comm_dtype", None):
-        return torch.float32
-    return policy.reduce_dtype
+    policies = earlier or [policy] * len(fqns)
+    named = zip(policies, params, fqns, strict=True)
+    return [resolve(*each, is_whole) for each in named]
 
 
 def tables_of(policy: Any) -> list[DtypeByName]:
@@ -202,25 +184,19 @@ def _check_override(name: str, dtype: Any, param: nn.Parameter, fqn: str) -> Non
     is_float = param.dtype.is_floating_point
     is_float_dtype = isinstance(dtype, torch.dtype) and dtype.is_floating_point
     # No cast packs several values in one element
-    if dtype == param.dtype or (is_float and is_float_dtype and dtype != _PACKED):
-        return
-    fix = "a floating-point dtype that is not packed" if is_float else "that dtype"
-    raise ValueError(
-        f"{name}_override_fn returned {dtype!r} for parameter {fqn}, which is "
-        f"{param.dtype}. Return {fix}, or None for the policy's default."
-    )
+    if dtype != param.dtype and not (is_float and is_float_dtype and dtype != _PACKED):
+        fix = "a floating-point dtype that is not packed" if is_float else "that dtype"
+        fault = f"{name}_override_fn returned {dtype!r} for parameter {fqn}"
+        raise ValueError(f"{fault}, which is {param.dtype}. Return {fix}, or None.")
 
 
 def _check_can_train(policy: Any, override: Any, param: nn.Parameter, fqn: str) -> None:
     """Raises if a gradient could not be summed or sent, or fractions would be lost."""
-    compute_dtype = policy.param_dtype or torch.float32
-    has_fractions = compute_dtype.is_floating_point or compute_dtype.is_complex
-    if not has_fractions or compute_dtype == _PACKED:
-        raise ValueError(
-            f"Parameter {fqn} cannot be trained in param_dtype={compute_dtype}. Give a "
-            "floating-point dtype, or an override."
-        )
-    reduce_dtype = policy.reduce_dtype
+    dtype = policy.param_dtype or torch.float32
+    if dtype == _PACKED or not (dtype.is_floating_point or dtype.is_complex):
+        fault = f"Parameter {fqn} cannot be trained in param_dtype={dtype}"
+        raise ValueError(f"{fault}. Give a floating-point dtype, or an override.")
+    reduce_dtype, fault = policy.reduce_dtype, f"The gradient of {fqn} cannot be"
     comm_dtype = getattr(policy, "grad_comm_dtype", None)  # not in the release's class
     if reduce_dtype is None and override is not None:
         reduce_dtype = RELEASE.default_reduce_dtype(param) or override
@@ -229,15 +205,11 @@ def _check_can_train(policy: Any, override: Any, param: nn.Parameter, fqn: str) 
         # Real gradients may be summed in a complex dtype
         is_complex_sum = dtype and dtype.is_complex and comm_dtype is None
         if dtype not in (None, *REDUCIBLE) and not is_complex_sum:
-            raise ValueError(
-                f"The gradient of parameter {fqn} cannot be reduced in {dtype}. Set "
-                f"{name} to one of {', '.join(map(str, REDUCIBLE))}."
-            )
+            fix = f"Set {name} to one of {', '.join(map(str, REDUCIBLE))}."
+            raise ValueError(f"{fault} reduced in {dtype}. {fix}")
     if comm_dtype and torch.promote_types(comm_dtype, reduce_dtype) != reduce_dtype:
-        raise ValueError(
-            f"The gradient of parameter {fqn} cannot be sent in {comm_dtype} and added "
-            f"in {reduce_dtype}. Set a reduce_dtype that holds all values of the other."
-        )
+        fault = f"{fault} sent in {comm_dtype} and added in {reduce_dtype}"
+        raise ValueError(f"{fault}. Set a reduce_dtype that holds all values of both.")
 
 
 def _clean(fqn: str) -> str:
@@ -264,14 +236,13 @@ class DtypeByName:
     """
 
     model: str  # the class, for messages
-    # The patterns that set this field, with the dtypes
-    patterns: dict[str, torch.dtype | None] = field(hash=False)
+    patterns: dict[str, torch.dtype | None] = field(hash=False)  # that set this field
     by_fqn: dict[str, torch.dtype | None] = field(repr=False, hash=False)
 
     @cached_property
     def _by_end(self) -> dict[str, dict[torch.dtype | None, str]]:
         """For each end of names: the dtypes that are set, each with one such name."""
-        by_end: dict[str, dict[torch.dtype | None, str]] = {}
+        by_end: dict[str, Any] = {}
         for fqn, dtype in self.by_fqn.items():
             for end in _ends_of(fqn):
                 by_end.setdefault(end, {}).setdefault(dtype, fqn)
@@ -289,18 +260,15 @@ class DtypeByName:
             for end in _ends_of(name):  # `by_name` was called on a part of the root
                 if end in self.by_fqn:
                     return self.by_fqn[end]
-            raise ValueError(
-                f"by_name was called on a {self.model}, which has no parameter {fqn}: "
-                "call it on the whole model, after what adds parameters"
-            )
+            fix = "call it on the whole model, after what adds parameters"
+            raise ValueError(f"by_name: {self.model} has no parameter {fqn}: {fix}")
         if len(dtypes) == 1:
             return next(iter(dtypes))
         if is_whole is None:
             return None
         raise ValueError(
-            f"Parameter {fqn} may be {' or '.join(dtypes.values())} of {self.model}, "
-            "which patterns set to different dtypes. Call by_name on the root, and run "
-            "its forward before you unshard units."
+            f"Patterns set {' and '.join(dtypes.values())} of {self.model} differently, "
+            f"and {fqn} may be either: call by_name on the root, and run its forward first"
         )
 
 
@@ -317,22 +285,18 @@ def _with_overrides(policy: _P, module: nn.Module, patterns: Mapping[str, Any]) 
     # By field: each parameter's dtype, and the pattern that has set it
     set_by: dict[str, dict[nn.Parameter, tuple[torch.dtype | None, str]]] = {}
     for pattern, value in patterns.items():
-        dtypes = _dtypes_of(pattern, value, policy)
         fqns = [fqn for fqn in params if fnmatchcase(fqn, pattern)]
         if not fqns:
-            raise ValueError(
-                f"Pattern {pattern!r} matches no parameter of {kind}. Give patterns over "
-                "whole names, e.g. 'layers.0.norm.*'."
-            )
+            fix = f"of {kind}. Give patterns over whole names, e.g. 'layers.0.norm.*'"
+            raise ValueError(f"Pattern {pattern!r} matches no parameter {fix}")
+        dtypes = _dtypes_of(pattern, value, policy)
         for (name, dtype), fqn in product(dtypes.items(), fqns):
             by_param = set_by.setdefault(name, {})
-            first_dtype, first = by_param.setdefault(params[fqn], (dtype, pattern))
-            if first_dtype != dtype:
+            first = by_param.setdefault(params[fqn], (dtype, pattern))
+            if first[0] != dtype:
                 aliases = " alias ".join(f for f in params if params[f] is params[fqn])
-                raise ValueError(
-                    f"Patterns {first!r} and {pattern!r} set {name} of {aliases} to "
-                    f"{first_dtype} and {dtype}"
-                )
+                fault = f"Patterns set {name} of {aliases} to two dtypes"
+                raise ValueError(f"{fault}: {first} and {(dtype, pattern)}")
     overrides: dict[str, Any] = {}
     for name, by_param in set_by.items():
         setters = {pattern: dtype for dtype, pattern in by_param.values()}
@@ -347,17 +311,14 @@ def _dtypes_of(pattern: str, value: Any, policy: Any) -> Mapping[str, Any]:
     if isinstance(value, _fsdp_api.MixedPrecisionPolicy):
         unset = [(f.name, f.default) for f in fields(value)]
         # Fields of whole modules may repeat what by_name was given
-        whole = "output_dtype", "cast_forward_inputs"
-        unset += [(name, getattr(policy, name)) for name in whole]
-        dtypes = {f.name: getattr(value, f.name) for f in fields(value)}
-        dtypes["reduce_dtype"] = reduce_dtype_of_policy(value)
-        dtypes = dict(item for item in dtypes.items() if item not in unset)
+        unset += [item for item in vars(policy).items() if item[0] not in OVERRIDDEN]
+        dtypes = dict(item for item in vars(value).items() if item not in unset)
     if not isinstance(dtypes, Mapping):
         fix = "a dict of dtypes or a MixedPrecisionPolicy"
         raise TypeError(f"Pattern {pattern!r} is set to {value!r}: give {fix}")
     for name, dtype in dtypes.items():
         if name not in OVERRIDDEN:
-            fix = f"set only {', '.join(OVERRIDDEN)}, and give by_name the other fields"
+            fix = f"set only {', '.join(OVERRIDDEN)}"
             raise ValueError(f"Pattern {pattern!r} sets {name}: {fix}")
         if not isinstance(dtype, torch.dtype | None):
             fix = "give a torch.dtype"
