@@ -61,18 +61,17 @@ def set_reduce_bucket_cap(
 ) -> None:
     """
     Joins small reductions of several units, to save latency. With a cap, gradients of a
-    unit whose reduce-scatter would take at most ``small_kb`` wait. They are reduced with
+    unit whose reduce-scatter would send at most ``small_kb`` wait. They are reduced with
     those of other units, in one reduce-scatter (and one all-reduce over replicas) for
     each reduce dtype, at ``bucket_cap_mb`` and at the end of backward, or by the handle
     of ``finalize_backward(async_op=True)`` (2.15). Reentrant checkpoints have a backward
-    each. All ranks must set the same.
+    each. Until then gradients stay in memory, sharded ones are not set, and no
+    post-accumulate-grad hooks run. All ranks must set the same.
 
-    Until then gradients stay in memory, sharded ones are not set, and no
-    post-accumulate-grad hooks run. With more than two ranks, sums may round differently
-    (not with ``grad_comm_dtype``). Units that differ in process groups, divide factors or
-    dtypes are not joined. Those with a custom reduce-scatter or copy-in, an all-reduce
-    hook, memory from the process group or symmetric memory, or deferred all-reduces,
-    never wait.
+    With more than two ranks, sums may round differently (not with ``grad_comm_dtype``).
+    Units that differ in process groups, divide factors or dtypes are not joined. Those
+    with a custom reduce-scatter or copy-in, an all-reduce hook, memory from the process
+    group or symmetric memory, or deferred all-reduces, never wait.
 
     Args:
         module (nn.Module): A module with units in it.
@@ -126,12 +125,10 @@ def set_coalesced_collectives(
         raise ValueError(f"{min_nbytes=} must be a number of bytes >= 0, or None")
     groups = groups_of(module, "set_coalesced_collectives", recurse)
     changed = [g for g in groups if g._direct_memory.min_nbytes != min_nbytes]
-    for group in changed:
-        if group._partial_reduces:  # whose slots could not be sorted again
-            raise RuntimeError(
-                f"The all-reduce of unit '{group._unit_name}' has been deferred: call "
-                "set_coalesced_collectives before the first of these microbatches"
-            )
+    if deferred := [g._unit_name for g in changed if g._partial_reduces]:
+        # Their slots could not be sorted again
+        fix = "call set_coalesced_collectives before the first of these microbatches"
+        raise RuntimeError(f"The all-reduce of units {deferred} is deferred: {fix}")
     for group in changed:
         memory = group._direct_memory
         memory.min_nbytes, memory.gather_min_nbytes = min_nbytes, None
@@ -160,17 +157,16 @@ def _is_number(value: Any) -> bool:
     return is_scalar or isinstance(value, numbers.Real)
 
 
-def _refuse(
-    error: type, group: FSDPParamGroup, setter: str, value: Any, fix: str
-) -> NoReturn:
+def _refuse(group: FSDPParamGroup, setter: str, value: Any, fix: str) -> NoReturn:
+    error = ValueError if _is_number(value) else TypeError
     raise error(f"{setter} of unit '{group._unit_name}' got {value!r}: pass {fix}")
 
 
 def check_policies(group: FSDPParamGroup, mp_policy: Any, offload: Any = None) -> None:
     if not isinstance(offload, OffloadPolicy | None):  # None: no offload, as always
-        _refuse(TypeError, group, "offload_policy", offload, "CPUOffloadPolicy()")
+        _refuse(group, "offload_policy", offload, "CPUOffloadPolicy()")
     if not isinstance(mp_policy, MixedPrecisionPolicy):
-        _refuse(TypeError, group, "mp_policy", mp_policy, "a MixedPrecisionPolicy")
+        _refuse(group, "mp_policy", mp_policy, "a MixedPrecisionPolicy")
 
 
 def note_deferral(group: FSDPParamGroup, all_reduce_grads: bool) -> None:
@@ -179,30 +175,25 @@ def note_deferral(group: FSDPParamGroup, all_reduce_grads: bool) -> None:
 
 
 def check_divide_factor(group: FSDPParamGroup, factor: Any) -> None:
-    is_number = _is_number(factor)
-    if factor is not None and not (is_number and math.isfinite(factor) and factor != 0):
-        error = ValueError if is_number else TypeError
-        fix = "a finite number other than 0"
-        _refuse(error, group, "set_gradient_divide_factor", factor, fix)
+    is_usable = _is_number(factor) and math.isfinite(factor) and factor != 0
+    if factor is not None and not is_usable:
+        _refuse(group, "set_gradient_divide_factor", factor, "a finite number but 0")
 
 
-def _check_comm(
-    group: FSDPParamGroup, setter: str, comm: Any, cls: type, other: type
-) -> None:
+def _check_comm(group: Any, comm: Any, setter: str, cls: type, other: type) -> None:
     """Raises if a comm lacks the methods, or is of the other collective alone."""
-    is_object = callable(comm) and not isinstance(comm, type)
-    has_methods = is_object and callable(getattr(comm, "allocate", None))
-    if not has_methods or (isinstance(comm, other) and not isinstance(comm, cls)):
-        fix = f"an object with the methods of {cls.__name__}"
-        _refuse(TypeError, group, setter, comm, fix)
+    has_methods = callable(comm) and callable(getattr(comm, "allocate", None))
+    is_other = isinstance(comm, other) and not isinstance(comm, cls)
+    if isinstance(comm, type) or not has_methods or is_other:
+        _refuse(group, setter, comm, f"an object with the methods of {cls.__name__}")
 
 
 def check_all_gather_comm(group: FSDPParamGroup, comm: Any) -> None:
-    _check_comm(group, "set_custom_all_gather", comm, AllGather, ReduceScatter)
+    _check_comm(group, comm, "set_custom_all_gather", AllGather, ReduceScatter)
 
 
 def check_reduce_scatter_comm(group: FSDPParamGroup, comm: Any) -> None:
-    _check_comm(group, "set_custom_reduce_scatter", comm, ReduceScatter, AllGather)
+    _check_comm(group, comm, "set_custom_reduce_scatter", ReduceScatter, AllGather)
     check_can_exchange(group, type(comm))
     is_fresh = group._has_fresh_buffers = comms.allocates_anew(comm)
     # Else a second input would take more of the pool
@@ -215,9 +206,9 @@ def check_can_exchange(group: FSDPParamGroup, cls: type) -> None:
         if (dtype := dtypes_of(fsdp_param).comm) is not None:
             raise ValueError(
                 f"{cls.__name__} of unit '{group._unit_name}' cannot reduce "
-                f"{fqns_of(group, fsdp_param)[0]}, whose grad_comm_dtype is {dtype}. Add "
-                "a method exchange(output_tensor, input_tensor, group) that does as "
-                "torch.distributed.all_to_all_single, or leave grad_comm_dtype out."
+                f"{fqns_of(group, fsdp_param)[0]}, whose grad_comm_dtype is {dtype}. Set "
+                "none, or add a method exchange(output_tensor, input_tensor, group) that "
+                "does as torch.distributed.all_to_all_single"
             )
 
 
@@ -262,25 +253,22 @@ class GroupSettings:
     unshard_in_backward: bool = True  # some do not need it, e.g. embeddings
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
 
-    def _set_separate_reduce_scatter_group(
-        self, enable: bool, new_groups: dict[tuple[int, ...], dist.ProcessGroup]
-    ) -> None:
+    def _set_separate_reduce_scatter_group(self, enable: bool, groups: dict) -> None:
         """
         Gives reduce-scatter another process group, so that it overlaps with all-gather, or
-        the shared one again. ``new_groups``: those that one call of the user has made so
-        far, by shard ranks, as meshes over the same ranks share one.
+        the shared one again. ``groups``: those that one call of the user has made so far,
+        by shard ranks, as meshes over the same ranks share one.
         """
-        mesh_info = as_mesh(self.mesh_info, FSDPMeshInfo)
-        if not enable:
-            mesh_info.reduce_scatter_process_group = None
-            return
-        ranks = tuple(dist.get_process_group_ranks(mesh_info.shard_process_group))
-        group = new_groups.get(ranks) or mesh_info.reduce_scatter_process_group
-        if group is None:
-            # Under HSDP other ranks make other groups, and never come to this one
-            name: Any = {"group_desc": "fsdp_reduce_scatter"}
-            group = dist.new_group([*ranks], use_local_synchronization=True, **name)
-        new_groups[ranks] = mesh_info.reduce_scatter_process_group = group
+        mesh_info, group = as_mesh(self.mesh_info, FSDPMeshInfo), None
+        if enable:
+            ranks = tuple(dist.get_process_group_ranks(mesh_info.shard_process_group))
+            group = groups.get(ranks) or mesh_info.reduce_scatter_process_group
+            if group is None:
+                # Under HSDP other ranks make other groups, and never come to this one
+                name: Any = {"group_desc": "fsdp_reduce_scatter"}
+                group = dist.new_group([*ranks], use_local_synchronization=True, **name)
+            groups[ranks] = group
+        mesh_info.reduce_scatter_process_group = group
 
     def set_symm_mem(self: Any, backend: Literal["NCCL"] = "NCCL") -> None:
         """
@@ -289,12 +277,11 @@ class GroupSettings:
         """
         gather, reduce_scatter = comms.SymmMemAllGather, comms.SymmMemReduceScatter
         check_no_custom_comm(self, "set_symm_mem", gather, reduce_scatter)
+        scatter_group = self._reduce_scatter_process_group  # of a mesh that shards
         if self.force_sum_reduction_for_comms:
             check_can_exchange(self, reduce_scatter)  # before the constructor's barrier
-            scatter_group = self._reduce_scatter_process_group
             self._reduce_scatter_comm = reduce_scatter(scatter_group, backend)
-        shard_group = as_mesh(self.mesh_info, FSDPMeshInfo).shard_process_group
-        self._all_gather_comm = gather(shard_group, backend)
+        self._all_gather_comm = gather(self.mesh_info.shard_process_group, backend)
 
     def set_allocate_memory_from_process_group(self: Any, enable: bool) -> None:
         """Allocates buffers of collectives from their groups, or by default again."""
@@ -303,10 +290,9 @@ class GroupSettings:
         setter = "set_allocate_memory_from_process_group"
         check_no_custom_comm(self, setter, gather, reduce_scatter)
         if enable:
-            shard_group = as_mesh(self.mesh_info, FSDPMeshInfo).shard_process_group
             scatter_group = self._reduce_scatter_process_group
-            self._all_gather_comm = gather(shard_group)
             self._reduce_scatter_comm = reduce_scatter(scatter_group)
+            self._all_gather_comm = gather(self.mesh_info.shard_process_group)
         else:
             self._all_gather_comm = comms.DefaultAllGather()
             self._reduce_scatter_comm = comms.DefaultReduceScatter()
@@ -314,8 +300,6 @@ class GroupSettings:
     def _validate_reduce_scatter_max_input_buffers(self: Any) -> None:
         comm, wanted = self._reduce_scatter_comm, self.reduce_scatter_max_input_buffers
         if wanted > 1 and isinstance(comm, comms.SymmMemReduceScatter):
-            raise ValueError(
-                f"set_reduce_scatter_max_input_buffers({wanted}) of unit "
-                f"'{self._unit_name}' would hold several buffers, which symmetric memory "
-                "cannot reuse. Set 1, or use the default comm."
-            )
+            setter = f"set_reduce_scatter_max_input_buffers({wanted})"
+            fix = "would hold several buffers, but symmetric memory reuses none: set 1"
+            raise ValueError(f"{setter} of unit '{self._unit_name}' {fix}")
