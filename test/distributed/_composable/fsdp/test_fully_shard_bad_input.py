@@ -198,7 +198,7 @@ for setter, values in {
         add(f"{kind}: {setter} of unit '1' got …pass a", **wrong)
 add(
     "ValueError: OwnReduction of unit '1' cannot reduce 1.weight, whose grad_comm_dtype "
-    "…add a method exchange(output_tensor, input_tensor, group)",
+    "…add exchange(output_tensor, input_tensor, group)",
     no_exchange=setting("set_custom_reduce_scatter", OwnReduction()),
 )
 for i, sizes in enumerate(((0,), (float("inf"),), ("1",))):

@@ -142,7 +142,7 @@ class TestProcesses(utils.FSDPProcessTest):
         model = fully_shard(model_of({"w": ((2,), FP32)}), mesh=hybrid_mesh(2))
         model.set_requires_all_reduce(False)
         backward(model, w=1.0)
-        with self.assertRaisesRegex(RuntimeError, r"FSDPGivenGrads'\] is deferred: call"):
+        with self.assertRaisesRegex(RuntimeError, r"Grads'\] is deferred: call"):
             fsdp.set_coalesced_collectives(model, 0)
 
     def test_partial_reduce_that_a_plugin_sets_is_divided_as_well(self):

@@ -52,7 +52,7 @@ def param(dtype: torch.dtype = FP32) -> nn.Parameter:
 def resolve(
     policy: Policy, of: nn.Parameter, fqn: str = "layers.0.gate"
 ) -> tuple[torch.dtype | None, torch.dtype | None]:
-    resolved = policies.resolve(policy, of, fqn)
+    resolved = policies.resolve(policy, of, fqn, None)
     return resolved.param_dtype, resolved.reduce_dtype
 
 
@@ -131,7 +131,7 @@ WRONG_USES = [
     ("reduce_dtype is 'half': give a torch.dtype", partial(Policy, None, "half")),
     ("output_dtype is 1: give a torch.dtype", partial(Policy, output_dtype=1)),
     (
-        "grad_comm_dtype_override_fn is torch.float32: give a function from",
+        "grad_comm_dtype_override_fn is torch.float32: give a function",
         partial(Policy, grad_comm_dtype_override_fn=FP32),
     ),
     (
@@ -172,7 +172,7 @@ WRONG_USES = [
         "patterns is ['*.A_log']: give {pattern: dict(...)}",
         partial(by_name, Model(), ["*.A_log"]),
     ),
-    ("sets dtype: set only param_dtype", setting("*.A_log", {"dtype": FP32})),
+    ("sets dtype: set only ('param_dtype'", setting("*.A_log", {"dtype": FP32})),
     ("sets output_dtype: set only", setting("*.A_log", Policy(output_dtype=FP32))),
     (
         "sets cast_forward_inputs: set only",
@@ -184,12 +184,12 @@ WRONG_USES = [
     ),
     ("is set to torch.float32: give a dict", setting("*.A_log", FP32)),
     (
-        "sets param_dtype to 'half': give a torch.",
+        "sets param_dtype='half': give a dtype",
         setting("*.A_log", {"param_dtype": "half"}),
     ),
     # Names that leave a dtype open
     (
-        "Patterns set layers.0.A_log and layers.1.A_log of Model differently, and A_log",
+        "A_log may be layers.0.A_log or layers.1.A_log of Model, which patterns",
         partial(computed, {"layers.0.A_log": FP32}, "A_log"),
     ),
     (
@@ -232,7 +232,7 @@ class TestResolve(DeviceFreeTest):
         self.assertEqual(resolve(both, param()), (FP32, FP16))
         policy = Policy(BF16, FP32, FP16, False, param_dtype_override_fn=lambda _: FP64)
         # All other fields stay, and no override is left
-        resolved = policies.resolve(policy, param(), "gate")
+        resolved = policies.resolve(policy, param(), "gate", None)
         self.assertEqual(resolved, Policy(FP64, FP32, FP16, False))
 
     def test_floats_take_any_float_and_others_their_own_dtype(self) -> None:
@@ -367,7 +367,7 @@ class TestByName(DeviceFreeTest):
         found = computed({"norm.*": FP32}, "norm.weight", "norm.bias", model=model)
         self.assertEqual(found, [FP32, FP32])
         # But not if the others of the unit are of a part of the model
-        text = "layers.0.norm.weight and norm.weight of Model differently, and norm.weight"
+        text = "norm.weight may be layers.0.norm.weight or norm.weight of Model"
         with self.assertRaisesRegex(ValueError, text):
             computed({"norm.*": FP32}, "norm.weight", "proj.weight", model=model)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -51,11 +51,10 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
         reduce_dtype_override_fn (callable, optional): The same for ``reduce_dtype``.
         grad_comm_dtype (torch.dtype, optional): Dtype in which gradients are sent: float64,
             float32, float16 or bfloat16. If set, an all-to-all in this dtype replaces
-            the reduce-scatter, and FSDP adds in ``reduce_dtype``, which is then float32
-            by default, and must hold every value of this one. It adds in one fixed
-            order: the bits depend neither on the unit's other parameters nor, if shard
-            groups have a power of two of ranks, on how the mesh shards and replicates.
-            ``None``: they are sent in what the backend sums them in.
+            the reduce-scatter, and FSDP adds in ``reduce_dtype``, then float32 by default,
+            which must hold every value of this one. It adds in one order: the bits depend
+            neither on the unit's other parameters nor, if shard groups have a power of two
+            of ranks, on the mesh. ``None``: they are sent in what the backend sums them in.
         grad_comm_dtype_override_fn (callable, optional): The same for
             ``grad_comm_dtype``.
     """
@@ -75,8 +74,7 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
             object.__setattr__(self, "reduce_dtype", torch.float32)  # it is frozen
         for name, fn in _overrides_of(self).items():
             if not callable(fn):
-                fix = "give a function from a parameter to a dtype or None"
-                raise TypeError(f"{name}_override_fn is {fn!r}: {fix}")
+                raise TypeError(f"{name}_override_fn is {fn!r}: give a function")
 
     @classmethod
     def by_name(
@@ -97,21 +95,20 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
             by_name = MixedPrecisionPolicy.by_name
             policy = by_name(model, patterns, param_dtype=torch.bfloat16)
 
-        A parameter that several patterns match gets what each of them sets, and what none
-        sets from the call: with ``grad_comm_dtype=torch.bfloat16``, ``A_log`` is sent in
-        that, unless its pattern sets another. Only units that ``fully_shard`` then makes
-        with the policy follow it. It can be copied, pickled, and used on another model
-        with the same names. Where only parts are sharded with it, ``layers.0.*``, for
-        one, applies from the first forward on, when full names are known.
+        A parameter gets the fields that any of its patterns sets, and the others from the
+        call: with ``grad_comm_dtype=torch.bfloat16``, ``A_log`` is sent in that. Only
+        units that ``fully_shard`` then makes with the policy follow it. It can be copied,
+        pickled, and used on another model with the same names. Where only parts are
+        sharded with it, ``layers.0.*`` applies from the first forward on, when full names
+        are known.
 
         Args:
             module (nn.Module): The model, or the part whose units get this policy.
             patterns (Mapping): From case-sensitive shell patterns (:mod:`fnmatch`; ``*``
-                matches dots as well) over the names of ``module``'s parameters, without
-                what activation checkpointing and ``torch.compile`` add, to any of
-                ``param_dtype``, ``reduce_dtype`` and ``grad_comm_dtype`` (``None``: the
-                default), or to a policy that sets them. A shared parameter has all of
-                its names.
+                matches dots as well) over the names of ``module``'s parameters, all of
+                them if shared, without what activation checkpointing and
+                ``torch.compile`` add, to any of ``param_dtype``, ``reduce_dtype`` and
+                ``grad_comm_dtype`` (``None``: the default), or to a policy with them.
             param_dtype, ..., grad_comm_dtype: The fields, where no pattern sets them.
 
         Raises:
@@ -122,13 +119,11 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
         return _with_overrides(policy, module, patterns)
 
 
-def resolve(
-    policy: _P, param: nn.Parameter, fqn: str, is_whole: bool | None = None
-) -> _P:
+def resolve(policy: _P, param: nn.Parameter, fqn: str, is_whole: bool | None) -> _P:
     """
-    Returns one parameter's policy, without overrides. ``is_whole`` is False if ``fqn`` may
-    be only the end of the name in the model that ``by_name`` was called on, and None while
-    nobody knows: then overrides by name stay, to resolve again the policy that this returns.
+    Returns one parameter's policy, without overrides. ``is_whole``: whether ``fqn`` is the
+    whole name in the model that ``by_name`` was called on. While nobody knows, it is None,
+    and overrides by name stay, so that this may be called again with the returned policy.
     """
     changes: dict[str, Any] = {}
     for name, override_fn in _overrides_of(policy).items():
@@ -138,8 +133,8 @@ def resolve(
             try:
                 dtype = override_fn(param)
             except Exception as error:
-                message = f"{name}_override_fn failed for parameter {fqn}: {error!r}"
-                raise ValueError(message) from error
+                fault = f"{name}_override_fn failed for parameter {fqn}"
+                raise ValueError(f"{fault}: {error!r}") from error
         if not is_table or is_whole is not None:
             changes[f"{name}_override_fn"] = None
         if dtype is not None:
@@ -159,11 +154,9 @@ def resolve_all(
     earlier: Sequence[_P] = (),  # from the same policy, when nobody knew the names
 ) -> list[_P]:
     """Returns the policies of a unit's parameters, see :func:`resolve`."""
-    is_whole = is_named and all(
-        _clean(fqn) in table.by_fqn for table in tables_of(policy) for fqn in fqns
-    )
-    policies = earlier or [policy] * len(fqns)
-    named = zip(policies, params, fqns, strict=True)
+    tables, names = tables_of(policy), [_ends_of(fqn)[0] for fqn in fqns]
+    is_whole = is_named and all(n in table.by_fqn for table in tables for n in names)
+    named = zip(earlier or [policy] * len(fqns), params, fqns, strict=True)
     return [resolve(*each, is_whole) for each in named]
 
 
@@ -212,16 +205,11 @@ def _check_can_train(policy: Any, override: Any, param: nn.Parameter, fqn: str) 
         raise ValueError(f"{fault}. Set a reduce_dtype that holds all values of both.")
 
 
-def _clean(fqn: str) -> str:
-    """Returns a name without the parts that checkpointing and compilation add."""
+def _ends_of(fqn: str) -> list[str]:
+    """Returns a name, without what checkpointing and compilation add, and its ends."""
     wrappers = "_checkpoint_wrapped_module", "_orig_mod"
-    return ".".join(part for part in fqn.split(".") if part not in wrappers)
-
-
-def _ends_of(fqn: str) -> Iterator[str]:
-    """Returns a name and the ends of it, the longest first."""
-    parts = fqn.split(".")
-    return (".".join(parts[i:]) for i in range(len(parts)))
+    parts = [part for part in fqn.split(".") if part not in wrappers]
+    return [".".join(parts[i:]) for i in range(len(parts))]
 
 
 @dataclass(frozen=True)
@@ -230,9 +218,8 @@ class DtypeByName:
     An override of one field, by the names that a model's parameters had. It has no
     module, so that it can be copied and pickled.
 
-    ``fully_shard`` may get a part of a model, in which ``norm.weight`` may be that of
-    any layer. The end of a name is enough if all that end so are treated alike.
-    Otherwise the default applies until the root's first forward has named all units.
+    ``fully_shard`` may get a part of a model. There the end of a name is enough if all
+    names that end so set the same. Otherwise the default applies until the root's names.
     """
 
     model: str  # the class, for messages
@@ -253,11 +240,11 @@ class DtypeByName:
 
     def look_up(self, fqn: str, is_whole: bool | None) -> torch.dtype | None:
         """Returns the dtype that ``fqn`` is set to, see :func:`resolve`."""
-        name = _clean(fqn)
-        if is_whole:
+        name, *ends = _ends_of(fqn)
+        if is_whole and name in self.by_fqn:
             return self.by_fqn[name]
         if (dtypes := self._by_end.get(name)) is None:
-            for end in _ends_of(name):  # `by_name` was called on a part of the root
+            for end in ends:  # `by_name` was called on a part of the root
                 if end in self.by_fqn:
                     return self.by_fqn[end]
             fix = "call it on the whole model, after what adds parameters"
@@ -266,10 +253,9 @@ class DtypeByName:
             return next(iter(dtypes))
         if is_whole is None:
             return None
-        raise ValueError(
-            f"Patterns set {' and '.join(dtypes.values())} of {self.model} differently, "
-            f"and {fqn} may be either: call by_name on the root, and run its forward first"
-        )
+        names = f"{' or '.join(dtypes.values())} of {self.model}, which patterns set"
+        fix = "Call by_name on the root, and run its forward before you unshard units"
+        raise ValueError(f"{fqn} may be {names} to different dtypes. {fix}")
 
 
 def _with_overrides(policy: _P, module: nn.Module, patterns: Mapping[str, Any]) -> _P:
@@ -281,7 +267,7 @@ def _with_overrides(policy: _P, module: nn.Module, patterns: Mapping[str, Any]) 
     if not isinstance(patterns, Mapping):
         raise TypeError(f"patterns is {patterns!r}: give {{pattern: dict(...)}}")
     named = module.named_parameters(remove_duplicate=False)
-    params = {_clean(fqn): param for fqn, param in named}  # several times if shared
+    params = {_ends_of(fqn)[0]: p for fqn, p in named}  # several times if shared
     # By field: each parameter's dtype, and the pattern that has set it
     set_by: dict[str, dict[nn.Parameter, tuple[torch.dtype | None, str]]] = {}
     for pattern, value in patterns.items():
@@ -318,9 +304,7 @@ def _dtypes_of(pattern: str, value: Any, policy: Any) -> Mapping[str, Any]:
         raise TypeError(f"Pattern {pattern!r} is set to {value!r}: give {fix}")
     for name, dtype in dtypes.items():
         if name not in OVERRIDDEN:
-            fix = f"set only {', '.join(OVERRIDDEN)}"
-            raise ValueError(f"Pattern {pattern!r} sets {name}: {fix}")
+            raise ValueError(f"Pattern {pattern!r} sets {name}: set only {OVERRIDDEN}")
         if not isinstance(dtype, torch.dtype | None):
-            fix = "give a torch.dtype"
-            raise TypeError(f"Pattern {pattern!r} sets {name} to {dtype!r}: {fix}")
+            raise TypeError(f"Pattern {pattern!r} sets {name}={dtype!r}: give a dtype")
     return dtypes

@@ -106,10 +106,9 @@ def set_coalesced_collectives(
     each index of the first d dims; its gradient, if it is also sharded evenly, has no
     ``grad_comm_dtype`` and shares its memory with none. A hook that keeps it must not
     write to it before the end of backward. With more than two ranks sums may round
-    differently. Memory of the unit that was resharded last is held until the next gather,
-    the end of backward, a user's ``reshard()`` or a state dict. Nothing changes with a
-    custom collective, memory from the process group or symmetric memory, nor for gathers
-    with ``reshard_after_forward=<int>``.
+    differently. Memory of the last resharded unit is kept until the next gather, the end
+    of backward, a user's ``reshard()`` or a state dict. Not for custom collectives, memory
+    from the process group or symmetric memory, nor gathers over a smaller mesh.
 
     Args:
         module (nn.Module): A module with units in it.
@@ -141,14 +140,14 @@ def set_coalesced_collectives(
 class OnSet:
     """An attribute of a param group that calls a function before it is set."""
 
-    def __init__(self, on_set: Callable[[Any, Any], None]):
-        self._on_set = on_set
+    def __init__(self, on_set: Callable[..., None], *args: Any):
+        self._on_set, self._args = on_set, args
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __set__(self, group: FSDPParamGroup, value: Any) -> None:
-        self._on_set(group, value)
+        self._on_set(group, value, *self._args)
         vars(group)[self._name] = value
 
 
@@ -180,20 +179,17 @@ def check_divide_factor(group: FSDPParamGroup, factor: Any) -> None:
         _refuse(group, "set_gradient_divide_factor", factor, "a finite number but 0")
 
 
-def _check_comm(group: Any, comm: Any, setter: str, cls: type, other: type) -> None:
+def _check_comm(group: Any, comm: Any, kind: str, cls: type, other: type) -> None:
     """Raises if a comm lacks the methods, or is of the other collective alone."""
     has_methods = callable(comm) and callable(getattr(comm, "allocate", None))
     is_other = isinstance(comm, other) and not isinstance(comm, cls)
     if isinstance(comm, type) or not has_methods or is_other:
-        _refuse(group, setter, comm, f"an object with the methods of {cls.__name__}")
-
-
-def check_all_gather_comm(group: FSDPParamGroup, comm: Any) -> None:
-    _check_comm(group, comm, "set_custom_all_gather", AllGather, ReduceScatter)
+        fix = f"an object with the methods of {cls.__name__}"
+        _refuse(group, f"set_custom_{kind}", comm, fix)
 
 
 def check_reduce_scatter_comm(group: FSDPParamGroup, comm: Any) -> None:
-    _check_comm(group, comm, "set_custom_reduce_scatter", ReduceScatter, AllGather)
+    _check_comm(group, comm, "reduce_scatter", ReduceScatter, AllGather)
     check_can_exchange(group, type(comm))
     is_fresh = group._has_fresh_buffers = comms.allocates_anew(comm)
     # Else a second input would take more of the pool
@@ -206,9 +202,8 @@ def check_can_exchange(group: FSDPParamGroup, cls: type) -> None:
         if (dtype := dtypes_of(fsdp_param).comm) is not None:
             raise ValueError(
                 f"{cls.__name__} of unit '{group._unit_name}' cannot reduce "
-                f"{fqns_of(group, fsdp_param)[0]}, whose grad_comm_dtype is {dtype}. Set "
-                "none, or add a method exchange(output_tensor, input_tensor, group) that "
-                "does as torch.distributed.all_to_all_single"
+                f"{fqns_of(group, fsdp_param)[0]}, whose grad_comm_dtype is {dtype}: set "
+                "none, or add exchange(output_tensor, input_tensor, group), an all-to-all"
             )
 
 
@@ -233,7 +228,7 @@ class GroupSettings:
 
     mesh_info: Any
     gradient_divide_factor: Any = OnSet(check_divide_factor)
-    _all_gather_comm: Any = OnSet(check_all_gather_comm)
+    _all_gather_comm: Any = OnSet(_check_comm, "all_gather", AllGather, ReduceScatter)
     _reduce_scatter_comm: Any = OnSet(check_reduce_scatter_comm)
     _has_fresh_buffers: bool  # these two follow from that comm
     _holds_one_input: bool
@@ -241,8 +236,7 @@ class GroupSettings:
     _all_reduce_hook_stream: torch.Stream | None = None  # used only without replicas
     reduce_grads: bool = True
     all_reduce_grads: Any = OnSet(note_deferral)  # over replicas
-    # Whether they were ever deferred: all ranks know that, not who has a partial reduce
-    _has_deferred: bool = False
+    _has_deferred: bool = False  # ever: all ranks know, unlike who has a partial reduce
     reshard_after_backward: bool = True
     force_sum_reduction_for_comms: bool = False  # then divide
     reduce_scatter_unused_params: bool = False  # zeros, so that all ranks reduce alike
@@ -256,8 +250,7 @@ class GroupSettings:
     def _set_separate_reduce_scatter_group(self, enable: bool, groups: dict) -> None:
         """
         Gives reduce-scatter another process group, so that it overlaps with all-gather, or
-        the shared one again. ``groups``: those that one call of the user has made so far,
-        by shard ranks, as meshes over the same ranks share one.
+        the shared one again. ``groups``: by shard ranks, those that a user's call has made.
         """
         mesh_info, group = as_mesh(self.mesh_info, FSDPMeshInfo), None
         if enable:
@@ -285,14 +278,11 @@ class GroupSettings:
 
     def set_allocate_memory_from_process_group(self: Any, enable: bool) -> None:
         """Allocates buffers of collectives from their groups, or by default again."""
-        gather = comms.ProcessGroupAllocAllGather
-        reduce_scatter = comms.ProcessGroupAllocReduceScatter
-        setter = "set_allocate_memory_from_process_group"
-        check_no_custom_comm(self, setter, gather, reduce_scatter)
+        kinds = comms.ProcessGroupAllocAllGather, comms.ProcessGroupAllocReduceScatter
+        check_no_custom_comm(self, "set_allocate_memory_from_process_group", *kinds)
         if enable:
-            scatter_group = self._reduce_scatter_process_group
-            self._reduce_scatter_comm = reduce_scatter(scatter_group)
-            self._all_gather_comm = gather(self.mesh_info.shard_process_group)
+            self._reduce_scatter_comm = kinds[1](self._reduce_scatter_process_group)
+            self._all_gather_comm = kinds[0](self.mesh_info.shard_process_group)
         else:
             self._all_gather_comm = comms.DefaultAllGather()
             self._reduce_scatter_comm = comms.DefaultReduceScatter()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -16,9 +15,9 @@ import torch.nn as nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _fsdp_layout as layouts
-from ._fsdp_param import FSDPParam, ShardedState
+from ._fsdp_param import ShardedState
 from ._fsdp_param_cache import GatherPlan, has_extension
-from ._fsdp_policies import resolve_all, tables_of
+from ._fsdp_policies import resolve, tables_of
 from ._fsdp_registrations import get_param_names, groups_of
 from ._fsdp_scaling import get_divide_factors, Scaling
 
@@ -32,8 +31,7 @@ _logger = logging.getLogger("torch.distributed.fsdp.fully_shard.layout")
 _COLUMNS = "unit", "parameters", "elements", "stored in", "computes in"
 _COLUMNS += "bytes gathered", "reduced in", "bytes reduced", "divided by", "all-reduced"
 _ALIGNED = "<>><<><>>>"
-_SUMMED = "names", "direct", "numel"
-_SUMMED += "gathered_nbytes", "reduced_nbytes", "all_reduced_nbytes"
+_SUMMED = "names direct numel gathered_nbytes reduced_nbytes all_reduced_nbytes".split()
 
 
 @dataclass(frozen=True)
@@ -61,8 +59,7 @@ class LayoutRow:
     divided_by: float | None = None
     before: float | None = None
     after: float | None = None
-    # Those of `names` that are gathered without copies: `set_coalesced_collectives`
-    direct: tuple[str, ...] = ()
+    direct: tuple[str, ...] = ()  # those of `names` that are gathered without copies
     all_reduced_nbytes: int | None = 0  # in `reduce_dtype`, after a reduce-scatter
     num_replicas: int = 1
 
@@ -83,8 +80,7 @@ class LayoutSummary:
         if all(cells[-1] == "0" for cells in table[1:]):
             widths.pop()  # no all-reduce follows
         table.insert(1, ["-" * width for width in widths])
-        aligned = zip(_ALIGNED, widths)
-        line = "  ".join(f"{{:{align}{width}}}" for align, width in aligned)
+        line = "  ".join(map("{{:{}{}}}".format, _ALIGNED, widths))
         return "\n".join(line.format(*cells).rstrip() for cells in table)
 
 
@@ -115,26 +111,22 @@ def log_layout(group: FSDPParamGroup) -> None:
 
 def _resolve_policies(group: FSDPParamGroup, module: nn.Module) -> list[Any]:
     """Returns parameters with their policies, None where these are not known yet."""
-    policy, are_named = group._resolved_policy
-    if (is_same_policy := group.mp_policy is policy) and are_named:
-        return group.fsdp_params
+    is_same_policy = group.mp_policy is group._resolved_policy[0]
     fqns = get_param_names([p._module_info for p in group.fsdp_params], (module,))
     # A part of the model has fewer names, which may be names of other parts too
     num_names = len([*module.named_parameters(remove_duplicate=False)])
     is_whole = all(num_names >= len(t.by_fqn) for t in tables_of(group.mp_policy))
     copies: list[Any] = [*map(copy.copy, group.fsdp_params)]
     for fsdp_param, fqn in zip(copies, fqns, strict=True):
-        earlier = [fsdp_param.mp_policy] if is_same_policy else []
-        args = [fsdp_param.sharded_param], [fqn], is_whole, earlier
+        policy = fsdp_param.mp_policy if is_same_policy else group.mp_policy
         fsdp_param.mp_policy = None
         with contextlib.suppress(ValueError):  # raised if the name is ambiguous
-            (fsdp_param.mp_policy,) = resolve_all(group.mp_policy, *args)
+            param = fsdp_param.sharded_param
+            fsdp_param.mp_policy = resolve(policy, param, fqn, is_whole)
     return copies
 
 
-def _rows_of(
-    group: FSDPParamGroup, unit: str, params: Sequence[FSDPParam]
-) -> list[LayoutRow]:
+def _rows_of(group: FSDPParamGroup, unit: str, params: list[Any]) -> list[LayoutRow]:
     world_size, replicas = (g.size() if g else 1 for g in group._reduce_groups())
     names = get_param_names([p._module_info for p in params], group.modules)
     plan = _get_plan(group, params) if world_size > 1 else None
@@ -148,8 +140,8 @@ def _rows_of(
     total = LayoutRow(unit, (), 0, gathered, 0, world_size, num_replicas=replicas)
     rows: list[LayoutRow] = []
     for i, (fsdp_param, name) in enumerate(zip(params, names, strict=True)):
-        row = replace(total, names=(name,), direct=(name,) if i in direct else ())
-        row = replace(row, gathered_nbytes=by_param[i])
+        row = replace(total, names=(name,), gathered_nbytes=by_param[i])
+        row = replace(row, direct=row.names if i in direct else ())
         rows.append(_with_dtypes(row, group, fsdp_param))
     rows.sort(key=_sort_key)
     rows = [reduce(_join, same) for _, same in groupby(rows, _sort_key)]
@@ -166,20 +158,18 @@ def _join(row: LayoutRow, other: LayoutRow) -> LayoutRow:
     return replace(row, **sums)
 
 
-def _get_plan(group: FSDPParamGroup, params: Sequence[FSDPParam]) -> GatherPlan | None:
+def _get_plan(group: FSDPParamGroup, params: list[Any]) -> GatherPlan | None:
     """Returns the gather's plan, None if only the first gather of an extension shows it."""
     if any(p.mp_policy is None or has_extension(p) for p in params):
         return group._cache.plans.get(ShardedState.SHARDED)
     dtypes = [layouts.dtypes_of(fsdp_param).compute for fsdp_param in params]
     numels = [p.padded_sharded_param_size.numel() for p in params]
-    min_nbytes = group._direct_memory.min_nbytes
-    min_nbytes = min_nbytes if group._can_gather_directly() else None
+    can_gather = group._can_gather_directly()
+    min_nbytes = group._direct_memory.min_nbytes if can_gather else None
     return GatherPlan(params, dtypes, [None] * len(params), numels, None, min_nbytes)
 
 
-def _with_dtypes(
-    row: LayoutRow, group: FSDPParamGroup, fsdp_param: FSDPParam
-) -> LayoutRow:
+def _with_dtypes(row: LayoutRow, group: FSDPParamGroup, fsdp_param: Any) -> LayoutRow:
     """Returns the row of a parameter with its dtypes, and how its gradient is divided."""
     stored = tuple(dict.fromkeys(_inner_dtypes(fsdp_param._sharded_local_tensor)))
     row = replace(row, numel=fsdp_param._orig_size.numel(), stored_dtypes=stored)
@@ -187,13 +177,12 @@ def _with_dtypes(
     if fsdp_param.mp_policy is None:
         all_reduced = None if has_two else 0
         return replace(row, reduced_nbytes=None, all_reduced_nbytes=all_reduced)
-    dtypes, factor = layouts.dtypes_of(fsdp_param), group.gradient_divide_factor
+    dtypes = layouts.dtypes_of(fsdp_param)
     row = replace(row, compute_dtype=dtypes.compute)
     if not fsdp_param.sharded_param.requires_grad:
         return row
-    scatter_group, replicate_group = group._reduce_groups()
-    settings = group.device.type, factor, group.force_sum_reduction_for_comms
-    scaling = Scaling(scatter_group, replicate_group, *settings)
+    factor, is_sum = group.gradient_divide_factor, group.force_sum_reduction_for_comms
+    scaling = Scaling(*group._reduce_groups(), group.device.type, factor, is_sum)
     before, after, *_ = get_divide_factors((dtypes.reduce, dtypes.comm), scaling)
     sent_dtype = (row.shard_world_size > 1 and dtypes.comm) or dtypes.reduce
     numel = fsdp_param.padded_sharded_param_size.numel()
@@ -210,13 +199,12 @@ def _with_dtypes(
     )
 
 
-def _inner_dtypes(tensor: torch.Tensor) -> Iterator[torch.dtype]:
-    """Yields the dtype of a plain tensor, and those inside a subclass."""
-    if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _inner_dtypes(getattr(tensor, name))
-    else:
-        yield tensor.dtype
+def _inner_dtypes(tensor: torch.Tensor) -> list[torch.dtype]:
+    """Returns the dtype of a plain tensor, or those inside a subclass."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor.dtype]
+    inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    return [*chain(*map(_inner_dtypes, inner))]
 
 
 def _sort_key(row: LayoutRow) -> tuple:
@@ -229,8 +217,8 @@ def _sort_key(row: LayoutRow) -> tuple:
 
 
 def _cells(row: LayoutRow) -> list[str]:
-    stored, compute = " + ".join(map(str, row.stored_dtypes)), row.compute_dtype
-    reduced, all_reduced, factor = "(frozen)", row.all_reduced_nbytes, ""
+    compute, reduced, factor = row.compute_dtype, "(frozen)", ""
+    all_reduced: Any = row.all_reduced_nbytes
     if not row.names:
         compute = reduced = ""
     elif compute is None:
@@ -244,10 +232,9 @@ def _cells(row: LayoutRow) -> list[str]:
         factor = f"{row.divided_by:g}"
         if row.before not in (None, 1) and row.after not in (None, 1):
             factor += f" ({row.before:g}, then {row.after:g})"
-    count = f"{len(row.names) or 'all'}"
-    if row.direct:
-        count += f" ({len(row.direct)} direct)"
-    cells = [row.unit, count, row.numel, stored, compute]
+    direct = f" ({len(row.direct)} direct)" if row.direct else ""
+    count, stored = len(row.names) or "all", " + ".join(map(str, row.stored_dtypes))
+    cells = [row.unit, f"{count}{direct}", row.numel, stored, compute]
     cells += [row.gathered_nbytes, reduced, row.reduced_nbytes, factor, all_reduced]
     cells = ["?" if cell is None else cell for cell in cells]
     texts = [f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in cells]
