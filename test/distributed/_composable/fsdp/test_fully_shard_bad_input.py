@@ -139,7 +139,7 @@ add(
     offload_policy_that_is_a_class=sharding(offload_policy=fsdp.CPUOffloadPolicy),
 )
 add(
-    "ValueError: FSDPSequential is a unit already, …: call by_name before",
+    "ValueError: FSDPSequential is a unit already: call by_name before",
     policy_of_a_unit=lambda run: partial(MixedPrecisionPolicy.by_name, run.model(), {}),
 )
 WEIGHT, OTHER = (

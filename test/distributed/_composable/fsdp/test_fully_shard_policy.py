@@ -182,7 +182,7 @@ WRONG_USES = [
         "sets param_dtype_override_fn: set only",
         setting("*.A_log", Policy(param_dtype_override_fn=id)),
     ),
-    ("is set to torch.float32: give a dict", setting("*.A_log", FP32)),
+    ("sets torch.float32: give a dict", setting("*.A_log", FP32)),
     (
         "sets param_dtype='half': give a dtype",
         setting("*.A_log", {"param_dtype": "half"}),

@@ -19,8 +19,7 @@ from ._fsdp_releases import RELEASE
 # The fields that f"{name}_override_fn" may set for each parameter
 OVERRIDDEN = ("param_dtype", "reduce_dtype", "grad_comm_dtype")
 OverrideFn: TypeAlias = Callable[[nn.Parameter], torch.dtype | None]
-# The branch's or the release's, which is the default of `fully_shard`
-_P = TypeVar("_P", bound=_fsdp_api.MixedPrecisionPolicy)
+_P = TypeVar("_P", bound=_fsdp_api.MixedPrecisionPolicy)  # the release's class
 _PACKED = torch.float4_e2m1fn_x2
 # The floating-point dtypes that are summed and divided everywhere
 REDUCIBLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -54,9 +53,8 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
             the reduce-scatter, and FSDP adds in ``reduce_dtype``, then float32 by default,
             which must hold every value of this one. It adds in one order: the bits depend
             neither on the unit's other parameters nor, if shard groups have a power of two
-            of ranks, on the mesh. ``None``: they are sent in what the backend sums them in.
-        grad_comm_dtype_override_fn (callable, optional): The same for
-            ``grad_comm_dtype``.
+            of ranks, on the mesh. ``None``: the dtype in which the backend sums them.
+        grad_comm_dtype_override_fn (callable, optional): For ``grad_comm_dtype``.
     """
 
     param_dtype_override_fn: OverrideFn | None = field(default=None, kw_only=True)
@@ -206,7 +204,7 @@ def _check_can_train(policy: Any, override: Any, param: nn.Parameter, fqn: str) 
 
 
 def _ends_of(fqn: str) -> list[str]:
-    """Returns a name, without what checkpointing and compilation add, and its ends."""
+    """Returns a name, without wrappers' parts, and its ends, the longest first."""
     wrappers = "_checkpoint_wrapped_module", "_orig_mod"
     parts = [part for part in fqn.split(".") if part not in wrappers]
     return [".".join(parts[i:]) for i in range(len(parts))]
@@ -217,9 +215,6 @@ class DtypeByName:
     """
     An override of one field, by the names that a model's parameters had. It has no
     module, so that it can be copied and pickled.
-
-    ``fully_shard`` may get a part of a model. There the end of a name is enough if all
-    names that end so set the same. Otherwise the default applies until the root's names.
     """
 
     model: str  # the class, for messages
@@ -239,7 +234,7 @@ class DtypeByName:
         raise TypeError("An override of MixedPrecisionPolicy.by_name is asked by name")
 
     def look_up(self, fqn: str, is_whole: bool | None) -> torch.dtype | None:
-        """Returns the dtype that ``fqn`` is set to, see :func:`resolve`."""
+        """Returns the dtype of a name, of all names that end so, or None until known."""
         name, *ends = _ends_of(fqn)
         if is_whole and name in self.by_fqn:
             return self.by_fqn[name]
@@ -247,7 +242,7 @@ class DtypeByName:
             for end in ends:  # `by_name` was called on a part of the root
                 if end in self.by_fqn:
                     return self.by_fqn[end]
-            fix = "call it on the whole model, after what adds parameters"
+            fix = "call it on the whole model, after parameters are added"
             raise ValueError(f"by_name: {self.model} has no parameter {fqn}: {fix}")
         if len(dtypes) == 1:
             return next(iter(dtypes))
@@ -262,8 +257,7 @@ def _with_overrides(policy: _P, module: nn.Module, patterns: Mapping[str, Any]) 
     """Returns a policy with overrides by patterns, see ``by_name``."""
     kind = type(module).__name__
     if hasattr(type(module), "_get_fsdp_state"):
-        fix = "call by_name before fully_shard, and pass the policy to that"
-        raise ValueError(f"{kind} is a unit already, with a policy: {fix}")
+        raise ValueError(f"{kind} is a unit already: call by_name before fully_shard")
     if not isinstance(patterns, Mapping):
         raise TypeError(f"patterns is {patterns!r}: give {{pattern: dict(...)}}")
     named = module.named_parameters(remove_duplicate=False)
@@ -296,12 +290,11 @@ def _dtypes_of(pattern: str, value: Any, policy: Any) -> Mapping[str, Any]:
     dtypes = value
     if isinstance(value, _fsdp_api.MixedPrecisionPolicy):
         unset = [(f.name, f.default) for f in fields(value)]
-        # Fields of whole modules may repeat what by_name was given
+        # Fields of whole modules may repeat arguments of by_name
         unset += [item for item in vars(policy).items() if item[0] not in OVERRIDDEN]
         dtypes = dict(item for item in vars(value).items() if item not in unset)
     if not isinstance(dtypes, Mapping):
-        fix = "a dict of dtypes or a MixedPrecisionPolicy"
-        raise TypeError(f"Pattern {pattern!r} is set to {value!r}: give {fix}")
+        raise TypeError(f"Pattern {pattern!r} sets {value!r}: give a dict or a policy")
     for name, dtype in dtypes.items():
         if name not in OVERRIDDEN:
             raise ValueError(f"Pattern {pattern!r} sets {name}: set only {OVERRIDDEN}")

@@ -66,12 +66,12 @@ def set_reduce_bucket_cap(
     each reduce dtype, at ``bucket_cap_mb`` and at the end of backward, or by the handle
     of ``finalize_backward(async_op=True)`` (2.15). Reentrant checkpoints have a backward
     each. Until then gradients stay in memory, sharded ones are not set, and no
-    post-accumulate-grad hooks run. All ranks must set the same.
+    post-accumulate-grad hooks run. With more than two ranks, sums may round differently
+    (not with ``grad_comm_dtype``). All ranks must set the same.
 
-    With more than two ranks, sums may round differently (not with ``grad_comm_dtype``).
     Units that differ in process groups, divide factors or dtypes are not joined. Those
-    with a custom reduce-scatter or copy-in, an all-reduce hook, memory from the process
-    group or symmetric memory, or deferred all-reduces, never wait.
+    with a custom reduce-scatter or copy-in, an all-reduce hook, deferred all-reduces, or
+    memory from the process group or symmetric memory never wait.
 
     Args:
         module (nn.Module): A module with units in it.
@@ -192,12 +192,12 @@ def check_reduce_scatter_comm(group: FSDPParamGroup, comm: Any) -> None:
     _check_comm(group, comm, "reduce_scatter", ReduceScatter, AllGather)
     check_can_exchange(group, type(comm))
     is_fresh = group._has_fresh_buffers = comms.allocates_anew(comm)
-    # Else a second input would take more of the pool
+    # Else a second input would need more of the pool
     group._holds_one_input = not is_fresh or isinstance(comm, comms.SymmMemAllocMixin)
 
 
 def check_can_exchange(group: FSDPParamGroup, cls: type) -> None:
-    """Raises if a reduce-scatter cannot send what the parameters' policies ask for."""
+    """Raises if a reduce-scatter cannot send in a parameter's ``grad_comm_dtype``."""
     for fsdp_param in () if getattr(cls, "exchange", None) else group.fsdp_params:
         if (dtype := dtypes_of(fsdp_param).comm) is not None:
             raise ValueError(
@@ -224,7 +224,7 @@ def as_mesh(mesh_info: Any, cls: type) -> Any:
 
 
 class GroupSettings:
-    """What methods of ``FSDPModule`` and the functions above set on a param group."""
+    """A param group's settings, by methods of ``FSDPModule`` and the functions above."""
 
     mesh_info: Any
     gradient_divide_factor: Any = OnSet(check_divide_factor)
@@ -241,17 +241,13 @@ class GroupSettings:
     force_sum_reduction_for_comms: bool = False  # then divide
     reduce_scatter_unused_params: bool = False  # zeros, so that all ranks reduce alike
     reduce_scatter_max_input_buffers: int = 1  # all use the largest
-    # Gather in the current stream: less memory, only explicit prefetching
-    unshard_async_op: bool = False
+    unshard_async_op: bool = False  # gathers in the current stream, to save memory
     reduce_bucket_cap: ReduceBucketCap | None = None
     unshard_in_backward: bool = True  # some do not need it, e.g. embeddings
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
 
     def _set_separate_reduce_scatter_group(self, enable: bool, groups: dict) -> None:
-        """
-        Gives reduce-scatter another process group, so that it overlaps with all-gather, or
-        the shared one again. ``groups``: by shard ranks, those that a user's call has made.
-        """
+        """Gives reduce-scatter a process group, from ``groups`` by ranks, or none."""
         mesh_info, group = as_mesh(self.mesh_info, FSDPMeshInfo), None
         if enable:
             ranks = tuple(dist.get_process_group_ranks(mesh_info.shard_process_group))
@@ -264,10 +260,7 @@ class GroupSettings:
         mesh_info.reduce_scatter_process_group = group
 
     def set_symm_mem(self: Any, backend: Literal["NCCL"] = "NCCL") -> None:
-        """
-        Allocates buffers from symmetric memory; those of reduce-scatter only if sums are
-        forced, as NCCL's symmetric kernels have no other reduction.
-        """
+        """Allocates from symmetric memory; for reduce-scatter only if sums are forced."""
         gather, reduce_scatter = comms.SymmMemAllGather, comms.SymmMemReduceScatter
         check_no_custom_comm(self, "set_symm_mem", gather, reduce_scatter)
         scatter_group = self._reduce_scatter_process_group  # of a mesh that shards

@@ -44,8 +44,7 @@ class LayoutRow:
     unit: str
     names: tuple[str, ...]  # as seen from the unit
     numel: int
-    # Sent and received by all ranks, with padding in the last row only. None: unknown
-    # before the first gather of an extension tensor, or while a name is ambiguous
+    # Of all ranks, with padding in the last row only. None while dtypes are unknown
     gathered_nbytes: int | None
     reduced_nbytes: int | None
     shard_world_size: int
@@ -117,12 +116,11 @@ def _resolve_policies(group: FSDPParamGroup, module: nn.Module) -> list[Any]:
     num_names = len([*module.named_parameters(remove_duplicate=False)])
     is_whole = all(num_names >= len(t.by_fqn) for t in tables_of(group.mp_policy))
     copies: list[Any] = [*map(copy.copy, group.fsdp_params)]
-    for fsdp_param, fqn in zip(copies, fqns, strict=True):
-        policy = fsdp_param.mp_policy if is_same_policy else group.mp_policy
-        fsdp_param.mp_policy = None
+    for copied, fqn in zip(copies, fqns, strict=True):
+        policy = copied.mp_policy if is_same_policy else group.mp_policy
+        copied.mp_policy = None
         with contextlib.suppress(ValueError):  # raised if the name is ambiguous
-            param = fsdp_param.sharded_param
-            fsdp_param.mp_policy = resolve(policy, param, fqn, is_whole)
+            copied.mp_policy = resolve(policy, copied.sharded_param, fqn, is_whole)
     return copies
 
 
@@ -150,7 +148,7 @@ def _rows_of(group: FSDPParamGroup, unit: str, params: list[Any]) -> list[Layout
 
 
 def _join(row: LayoutRow, other: LayoutRow) -> LayoutRow:
-    """Adds what another row has to a row, None where one of them does not know it."""
+    """Returns the first row with the sums of both, None where either is unknown."""
     sums: dict[str, Any] = {}
     for name in _SUMMED:
         mine, others = getattr(row, name), getattr(other, name)
