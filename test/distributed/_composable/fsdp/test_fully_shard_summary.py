@@ -121,6 +121,9 @@ class TestSummaryOfOneRank(utils.FakeGroupTest):
             ("weight",): (FP64, BF16, 8 * self.ranks, float(self.ranks)),
         }
         self.assertEqual(found, expected)
+        group_of(model).mp_policy = MixedPrecisionPolicy(FP16)  # as trainers set it
+        row, _ = layout_summary(model).rows[:-1]
+        self.assertEqual((row.compute_dtype, row.comm_dtype), (FP16, None))
 
     def test_debug_log_at_first_forwards(self) -> None:
         logger = "torch.distributed.fsdp.fully_shard.layout"
