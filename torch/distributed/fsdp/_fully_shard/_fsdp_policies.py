@@ -97,8 +97,7 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
         call: with ``grad_comm_dtype=torch.bfloat16``, ``A_log`` is sent in that. Only
         units that ``fully_shard`` then makes with the policy follow it. It can be copied,
         pickled, and used on another model with the same names. Where only parts are
-        sharded with it, ``layers.0.*`` applies from the first forward on, when full names
-        are known.
+        sharded with it, ``layers.0.*`` applies from the first forward on, with full names.
 
         Args:
             module (nn.Module): The model, or the part whose units get this policy.
