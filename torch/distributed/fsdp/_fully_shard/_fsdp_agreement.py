@@ -47,8 +47,9 @@ if TYPE_CHECKING:
 all_gather_single = dist.all_gather_single
 _SWITCH = "TORCH_FSDP_CHECK_RANKS_AGREE"
 _MAX_PATTERNS = 8  # of one unit over one group
-# A name, which may differ between ranks, and a string, "" if the rank does not know it
-_Line: TypeAlias = tuple[str, str]
+_Buckets: TypeAlias = (
+    Sequence[ReduceBucket] | None
+)  # about to be reduced, None: a gather
 # How many comparisons a group has made: the same on its ranks, also after one that failed
 _num_comparisons: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
@@ -59,11 +60,8 @@ _ADVICE = (
     "dtypes (overrides of MixedPrecisionPolicy must return the same), and run the same "
     "units in the same order in each microbatch. A rank without data for a unit must run "
     "it in its turn nevertheless, on a dummy input that requires a gradient if the "
-    "others' does, and add its output times 0."
-)
-_GRADIENT_ADVICE = (
-    " Where a backward cannot give gradients to the same parameters on every rank, call "
-    "set_reduce_scatter_unused_params(True) on the unit."
+    "others' does, and add its output times 0. Where backward gives gradients to other "
+    "parameters than elsewhere, call set_reduce_scatter_unused_params(True) on the unit."
 )
 _HANG_ADVICE = (
     "Look for an earlier error on another rank. If there is none, the ranks have run "
@@ -94,8 +92,8 @@ class UnitAgreement:
 
     def check_reductions(self, buckets: Sequence[ReduceBucket], *settings: Any) -> None:
         """
-        Raises if ranks are about to reduce other buckets, given the groups and the comm
-        that this one reduces them with, and whether it all-reduces.
+        Raises if ranks are about to reduce other buckets. ``settings``: the groups of
+        reduce-scatter and all-reduce, the comm, and whether this rank all-reduces.
         """
         if _is_traced(self._param_group):
             return  # to be tried again
@@ -114,9 +112,7 @@ class UnitAgreement:
         if not always:
             self.agreed = buckets, *settings
 
-    def add_note(
-        self, error: BaseException, buckets: Sequence[ReduceBucket] | None = None
-    ) -> None:
+    def add_note(self, error: BaseException, buckets: _Buckets = None) -> None:
         """Names the unit, which backends do not know, in an error of a gather or reduction."""
         with contextlib.suppress(Exception):  # the error comes first
             (unit, _), *params, _ = _announce(self._param_group, buckets)
@@ -130,9 +126,7 @@ class UnitAgreement:
                 note += f" {_HANG_ADVICE} {_ADVICE}"
             add_note(error, note)
 
-    def _compare(
-        self, group: dist.ProcessGroup, buckets: Sequence[ReduceBucket] | None = None
-    ) -> None:
+    def _compare(self, group: dist.ProcessGroup, buckets: _Buckets = None) -> None:
         """Compares the ranks of ``group`` by an all-gather of 32 bytes."""
         device = self._param_group.device
         if not _has_others(group, device):
@@ -140,7 +134,7 @@ class UnitAgreement:
         count = _num_comparisons[group] = _num_comparisons.get(group, 0) + 1
         number = self._numbers.get(group, count)
         mine = _announce(self._param_group, buckets, number)
-        data = hashlib.sha256(repr([text for _, text in mine]).encode()).digest()
+        data = hashlib.sha256(str([text for _, text in mine]).encode()).digest()
         by_rank: list[Any] = [mine] * group.size()
         try:
             # Users' counters of collectives or memory must not see this
@@ -165,12 +159,11 @@ class UnitAgreement:
         _raise_if_different(dict(zip(ranks, by_rank, strict=True)))
 
 
-def _announce(
-    group: FSDPParamGroup, buckets: Sequence[ReduceBucket] | None, number: int = 0
-) -> list[_Line]:
+def _announce(group: FSDPParamGroup, buckets: _Buckets, number: int = 0) -> list[Any]:
     """
-    Returns a line for the unit, each parameter and the unit's state, whose strings must
-    be the same on all ranks before a gather, or a reduction of ``buckets``.
+    Returns what must be the same on all ranks: a line for the unit, each parameter and
+    the unit's state. A line is a name, which may differ between ranks, and a string, ""
+    if the rank does not know it.
     """
     params, fqn = group.fsdp_params, group._module_fqn
     unit = "a unit" if fqn is None else f"unit '{fqn or '(root)'}'"
@@ -224,23 +217,20 @@ def _is_traced(group: FSDPParamGroup) -> bool:
     return is_captured or detect_fake_mode(shards) is not None
 
 
-def _raise_if_different(by_rank: Mapping[int, Sequence[_Line]]) -> None:
+def _raise_if_different(by_rank: Mapping[int, Sequence[Any]]) -> None:
     """Raises with the first lines that are not the same on all ranks, if any."""
     columns = [dict(zip(by_rank, lines)) for lines in zip(*by_rank.values())]
     unit, *others = map(_find_difference, columns)
     # Where units differ, their parameters say no more
     if differences := [unit] if unit else [*filter(None, others)]:
         units = " and ".join(dict.fromkeys(name for name, _ in columns[0].values()))
-        title = f"Ranks disagree about {units}:"
-        listing = listed([title, *differences], separator="\n  ")
-        advice = _ADVICE + (
-            _GRADIENT_ADVICE if _NO_GRADIENT in str(differences) else ""
-        )
+        listing = listed(differences, separator="\n  ")
         switch = f"({_SWITCH}=0 on all ranks turns this check off.)"
-        raise RuntimeError(f"{listing}\n{advice} {switch}")
+        title = f"Ranks disagree about {units}:"
+        raise RuntimeError(f"{title}\n  {listing}\n{_ADVICE} {switch}")
 
 
-def _find_difference(lines: Mapping[int, _Line]) -> str:
+def _find_difference(lines: Mapping[int, tuple[str, str]]) -> str:
     """Returns what is said on which ranks, if those that know it do not say the same."""
     names = {text: name for name, text in lines.values() if text}
     ranks = {text: [r for r in lines if lines[r][1] == text] for text in names}
