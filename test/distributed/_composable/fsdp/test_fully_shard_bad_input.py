@@ -259,7 +259,7 @@ add(
     data_is_cast=with_data(lambda run, data: data.to(BF16)),
 )
 add(
-    "AttributeError: 1.gain must be the DTensor that …Replace or delete it before",
+    "RuntimeError: 1.gain must be the DTensor that …Replace or delete it before",
     plain_tensor_after_unshard=changed(replaced_after_unshard),
 )
 add(

@@ -2,9 +2,9 @@
 Adds the parameter's name, and what to do, to errors.
 
 [Note: Notes on errors]
-Most mistakes make torch or a backend raise an error that does not name the parameter.
-A note adds the name, and advice that follows from the parameter, not from the message.
-Only what would be silently wrong, or hang some ranks, is checked.
+Most mistakes make torch or a backend raise an error. A note adds the parameter's name to
+it, and advice that follows from the parameter, not from the message. Only what would be
+silently wrong, or hang some ranks, is checked.
 """
 
 from __future__ import annotations
@@ -39,62 +39,47 @@ def note_sharding(error: Exception, param: torch.Tensor, name: str) -> None:
             "parents, and tensor parallelism with named mesh dims other than FSDP's."
         )
     elif type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        note += (
-            " Implement fsdp_pre_all_gather, split, new_zeros and copy_ in "
-            f"{type(param).__name__}, or put it in ignored_params."
-        )
+        methods = "fsdp_pre_all_gather, split, new_zeros and copy_"
+        note += f" Implement {methods}, or put it in ignored_params."
     add_note(error, note)
 
 
-def note_registered(error: Exception, fsdp_param: FSDPParam, name: str) -> None:
-    wrong = _find_wrong_registration(fsdp_param, name)
-    add_note(error, wrong or f"{name} cannot be sharded as it is registered.")
-
-
 def check_param(fsdp_param: FSDPParam, name: str) -> None:
-    """Raises if a parameter that was just sharded, or loaded, cannot be trained."""
-    if (wrong := _find_wrong_registration(fsdp_param, name)) is not None:
-        raise RuntimeError(wrong)
-    dtype = fsdp_param.sharded_param.grad_dtype
-    has_fractions = dtype is None or dtype.is_floating_point or dtype.is_complex
-    if fsdp_param.sharded_param.requires_grad and not has_fractions:
-        raise ValueError(f"grad_dtype of {name} is {dtype}: set a floating-point dtype")
-
-
-def _find_wrong_registration(fsdp_param: FSDPParam, name: str) -> str | None:
-    """Returns what is wrong with the tensor that a module has as this parameter."""
+    """Raises if what a module has as this parameter cannot be sharded, or trained."""
     info = fsdp_param._module_info
     param = getattr(info.module, info.param_name, None)
     if not isinstance(param, DTensor):
-        return (
+        raise RuntimeError(
             f"{name} must be the DTensor that fully_shard made of it, but it is a "
             f"{type(param).__name__}. Replace or delete it before fully_shard, or load "
             "a full state dict by set_model_state_dict with full_state_dict=True"
         )
     if not param.is_leaf:
-        return (
+        raise RuntimeError(
             f"{name} is computed from other tensors and can get no gradient. Parametrize "
             "it before fully_shard, and run a forward before a functional_call"
         )
     shard, shard_size = param._local_tensor, fsdp_param.sharded_size
-    spec = fsdp_param._unsharded_dtensor_spec
+    spec, dtype = fsdp_param._unsharded_dtensor_spec, param.grad_dtype
     size = fsdp_param._orig_size if spec is None else spec.shape
     # A shard without elements may have any shape, and a tensor class any dtype
     is_empty = shard_size.numel() == shard.numel() == 0
     has_size = param.size() == size and (shard.size() == shard_size or is_empty)
-    if has_size and (type(shard) is not torch.Tensor or shard.dtype == param.dtype):
-        return None
-    return (
-        f"{name} is {param.dtype} {[*param.size()]} with a shard that is {shard.dtype} "
-        f"{[*shard.size()]}, but was sharded from {[*size]} to {[*shard_size]}. Resize "
-        "it before fully_shard, cast it by module.to(dtype), and load equal shards"
-    )
+    if not has_size or (type(shard) is torch.Tensor and shard.dtype != param.dtype):
+        raise RuntimeError(
+            f"{name} is {param.dtype} {[*param.size()]} with a shard that is {shard.dtype} "
+            f"{[*shard.size()]}, but was sharded from {[*size]} to {[*shard_size]}. Resize "
+            "it before fully_shard, cast it by module.to(dtype), and load equal shards"
+        )
+    has_fractions = dtype is None or dtype.is_floating_point or dtype.is_complex
+    if param.requires_grad and not has_fractions:
+        raise ValueError(f"grad_dtype of {name} is {dtype}: set a floating-point dtype")
 
 
 def note_extension(
-    error: Exception, fsdp_param: FSDPParam, method: str, result: str
+    error: Exception, param: FSDPParam, method: str, result: str
 ) -> None:
-    name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
+    name = param._param_fqn or param._module_info.param_name
     add_note(error, f"{method} of {name} failed, or did not return {result}")
 
 
@@ -111,11 +96,12 @@ def note_reduction(error: Exception, parts: Sequence[Any]) -> None:
     for part in parts:
         # The copy-in drops the gradients
         for fsdp_param, grad in zip(part.fsdp_params, part.unsharded_grads):
-            size, is_dense = fsdp_param._orig_size, grad.layout == torch.strided
-            if not is_dense or isinstance(grad, DTensor) or grad.size() != size:
+            is_dense = grad.layout == torch.strided and not isinstance(grad, DTensor)
+            if not is_dense or grad.size() != fsdp_param._orig_size:
                 note += (
                     f"\nThe gradient of {fsdp_param._param_fqn} is a {grad.layout} "
                     f"{type(grad).__name__} {[*grad.size()]}, not a dense tensor "
-                    f"{[*size]}: look for a hook or nn.Embedding(sparse=True)"
+                    f"{[*fsdp_param._orig_size]}: look for a hook or "
+                    "nn.Embedding(sparse=True)"
                 )
     add_note(error, note)

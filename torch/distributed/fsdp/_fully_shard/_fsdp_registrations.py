@@ -14,7 +14,7 @@ from torch.distributed.fsdp._common_utils import _named_parameters_with_duplicat
 from torch.distributed.tensor import DTensor
 
 from ._fsdp_api import CPUOffloadPolicy, MixedPrecisionPolicy
-from ._fsdp_errors import check_param, listed, note_registered, note_sharding
+from ._fsdp_errors import add_note, check_param, listed, note_sharding
 from ._fsdp_param import FSDPParam, ParamModuleInfo
 from ._fsdp_policies import resolve_all
 from ._fsdp_releases import RELEASE
@@ -71,10 +71,8 @@ def get_param_names(
     infos: Sequence[ParamModuleInfo], modules: tuple[nn.Module, ...]
 ) -> list[str]:
     """Returns each parameter's name in the first of ``modules`` that has it."""
-    prefixes: dict[nn.Module, str] = {}
-    for module in modules:
-        for prefix, submodule in module.named_modules():
-            prefixes.setdefault(submodule, prefix)
+    trees = [module.named_modules() for module in reversed(modules)]
+    prefixes = {submodule: prefix for prefix, submodule in chain(*trees)}
     names = [f"{prefixes.get(info.module, '')}.{info.param_name}" for info in infos]
     return [name.lstrip(".") for name in names]
 
@@ -182,7 +180,9 @@ def _make_reset(group: FSDPParamGroup, fsdp_param: FSDPParam) -> Callable[..., N
         try:
             fsdp_param.reset_sharded_param()
         except Exception as error:
-            note_registered(error, fsdp_param, *fqns_of(group, fsdp_param))
+            (name,) = fqns_of(group, fsdp_param)
+            check_param(fsdp_param, name)  # raises if it knows why
+            add_note(error, f"{name} cannot be sharded as it is registered.")
             raise
         if has_grad_dtype:
             keep_grad_dtypes(group, fsdp_param)  # on the new parameter
@@ -250,9 +250,7 @@ def _warn_of_lost_hooks(group: FSDPParamGroup) -> None:
         )
 
 
-def _find_plain_params(
-    group: FSDPParamGroup,
-) -> dict[tuple[nn.Module, str], nn.Parameter]:
+def _find_plain_params(group: FSDPParamGroup) -> dict[Any, nn.Parameter]:
     """Returns the parameters of a unit's modules that are not sharded, by their place."""
     from ._fsdp_init import _get_managed_modules as find  # a cycle
 
