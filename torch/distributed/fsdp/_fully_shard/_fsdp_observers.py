@@ -3,12 +3,10 @@ Tells whether anything observes a step; if not, profiler ranges and operators ar
 skipped.
 
 [Note: Who observes]
-A `record_function` range costs several microseconds, and a Python operator more than its
-kernel's launch. A unit has a dozen ranges and five operators a step, which run only if
-somebody sees them: a profiler started from Python, for which torch sets a flag, one
-started on demand (Kineto), without the flag, or an execution trace, for which a range
-raises if an argument cannot be recorded. Each lazy init, and the first unit of a forward,
-look for the last two.
+A dozen `record_function` ranges and five Python operators of each unit cost more than the
+launches of its kernels. So they run only for a profiler started from Python, for which
+torch sets a flag, or, as each lazy init and the first unit of a forward find out, for one
+started on demand (Kineto) or an execution trace.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch._C import _len_torch_dispatch_stack
@@ -25,7 +23,6 @@ from torch.autograd import profiler
 from torch.profiler import record_function
 
 
-_T = TypeVar("_T")
 NO_CONTEXT = contextlib.nullcontext()
 # Cached: a lookup takes less time than reading the device's type
 _is_vendor_device = functools.cache(lambda device: device.type not in ("cpu", "cuda"))
@@ -35,13 +32,12 @@ has_unflagged_observer = False
 def look_for_traces() -> None:
     """Finds observers that torch sets no flag for. A flagged one would see the probe."""
     global has_unflagged_observer
-    if profiler._is_profiler_enabled:
-        return
-    try:
-        _record_function_with_args_enter("FSDP::look_for_traces", object())
-        has_unflagged_observer = _profiler_enabled()
-    except RuntimeError:
-        has_unflagged_observer = True
+    if not profiler._is_profiler_enabled:
+        try:  # a trace cannot record the object
+            _record_function_with_args_enter("FSDP::look_for_traces", object())
+            has_unflagged_observer = _profiler_enabled()
+        except RuntimeError:
+            has_unflagged_observer = True
 
 
 def is_observed() -> bool:
@@ -58,11 +54,11 @@ def range_of(label: str) -> contextlib.AbstractContextManager:
     return record_function(label) if is_observed() else NO_CONTEXT
 
 
-def without_grad(func: Callable[..., _T]) -> Callable[..., _T]:
+def without_grad(func: Callable[..., Any]) -> Callable[..., Any]:
     """The decorator ``torch.no_grad()`` at a fifth of its cost, in backward at none."""
 
     @functools.wraps(func)
-    def call(*args: Any, **kwargs: Any) -> _T:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         torch._C._set_grad_enabled(False)

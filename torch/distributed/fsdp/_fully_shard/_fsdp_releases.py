@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Sequence
 from inspect import getmembers, isfunction, signature
@@ -24,8 +23,8 @@ _GIVEN = r"_group\.(\w+) =|from \._fsdp_(?:coll|param_g)\w+ import ([^(\n]+|\([^
 _methods = getmembers(FSDPParam, isfunction)
 _known = {f"{n}({','.join([*signature(m).parameters][1:])})" for n, m in _methods}
 _lacks = {*_NEEDED.split()} - _known - {*dir(FSDPParam), *FSDPParam.__annotations__}
-_files = ("_fully_shard", "_fsdp_collectives", "_fsdp_param_group", "_fsdp_settings")
-_paths = (Path(__file__).with_name(f"{f}.py") for f in _files)
+_files = "_fully_shard.py _fsdp_collectives.py _fsdp_param_group.py _fsdp_settings.py"
+_paths = map(Path(__file__).with_name, _files.split())
 # Without sources, as where only compiled files are kept, names of `FSDPParam` must do
 _text, *_ours = (path.read_text() if path.exists() else "" for path in _paths)
 _given = " ".join(map(" ".join, re.findall(_GIVEN, _text)))
@@ -42,12 +41,9 @@ IS_2_15: bool = hasattr(torch.Tensor, "_has_grad_dtype_override")  # or newer
 
 
 class RELEASE:
-    """
-    Since 2.15 autograd accumulates unsharded gradients in a parameter's ``grad_dtype``,
-    and they are reduced in that unless the policy sets another dtype. Before, FSDP
-    accumulates them, apart from the parameters.
-    """
+    """What a release does itself, and what its operators and arguments are called."""
 
+    # Unsharded gradients, in `grad_dtype`; before 2.15 FSDP does, apart from parameters
     accumulates_by_autograd = IS_2_15
     keeps_grad_dtypes = IS_2_15  # on parameters that are sharded, loaded or cast
     may_keep_storage = IS_2_15  # whether unsharded memory may outlive reshard
@@ -58,17 +54,16 @@ class RELEASE:
 
     @staticmethod
     def default_reduce_dtype(param: torch.Tensor) -> torch.dtype | None:
-        """Returns the dtype to reduce a gradient in by default, None: its dtype."""
+        """Returns the dtype to reduce a gradient in by default, None: its own."""
         return param.grad_dtype if IS_2_15 else None
 
     @staticmethod
     def define_operators(lib: torch.library.Library) -> None:
         """Defines the operator that 2.15 has in Python."""
         if IS_2_15:
-            name, key = "record_grad_output_stream", "CompositeExplicitAutograd"
             ints = "int stream_id, int device_index, int device_type"
-            lib.define(f"{name}(Tensor buffer, {ints}) -> ()")
-            lib.impl(name, lambda *_: None, key)
+            name = lib.define(f"record_grad_output_stream(Tensor buffer, {ints}) -> ()")
+            lib.impl(name, lambda *_: None, "CompositeExplicitAutograd")
 
 
 # Whether NCCL multiplies by the factor of a bf16 PREMUL_SUM. Releases before 2.15 may
@@ -80,16 +75,8 @@ _HAS_SPMD_TYPES: bool = IS_2_14 and dist._is_spmd_types_available()  # since 2.1
 
 def not_type_checked(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Turns off the checks of ``spmd_types`` while a hook runs."""
-    if not _HAS_SPMD_TYPES:
-        return hook
-
-    @functools.wraps(hook)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        # pyrefly: ignore [missing-attribute]
-        with dist._spmd_no_typecheck():
-            return hook(*args, **kwargs)
-
-    return run
+    # pyrefly: ignore [missing-attribute]
+    return dist._spmd_no_typecheck()(hook) if _HAS_SPMD_TYPES else hook
 
 
 def restore_spmd_types(fsdp_params: Sequence[Any]) -> None:
