@@ -11,19 +11,14 @@ from triton.language import constexpr
 import torch
 
 
-_BLOCK_NUMEL = 1024
-
-
 def add_rows(rows: torch.Tensor, output: torch.Tensor, divisor: float | None) -> None:
     """Does as ``add_in_tree``: reads each row once, and writes only ``output``."""
-    count, numel = rows.size()
+    (count, numel), block_numel = rows.size(), 1024
     # On CUDA `div_` multiplies by the inverse of the number as fp32 has it
     scale = 1.0 / c_float(divisor or 1.0).value
+    args = rows, output, numel, rows.stride(0), scale, count, block_numel
     # Without a value for fusion, Triton warns that the default will change
-    _add_rows[(triton.cdiv(numel, _BLOCK_NUMEL),)](
-        rows, output, numel, rows.stride(0), scale, count, _BLOCK_NUMEL,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    _add_rows[(triton.cdiv(numel, block_numel),)](*args, enable_fp_fusion=False)
 
 
 @triton.jit
@@ -34,31 +29,24 @@ def _add_rows(rows, output, numel, stride, scale, COUNT: constexpr, BLOCK: const
     stride = tl.cast(stride, tl.int64)  # rows may begin beyond 2^31 elements
     dtype: constexpr = output.dtype.element_ty
     total = _load_sum(rows + columns, stride, mask, COUNT, dtype)
-    scaled = (total.to(tl.float32) * scale).to(dtype)
-    tl.store(output + columns, scaled, mask=mask)
+    tl.store(output + columns, (total * scale).to(dtype), mask=mask)
 
 
 @triton.jit
 def _load_sum(rows, stride, mask, COUNT: constexpr, dtype: constexpr):
-    """Adds the first ``COUNT`` rows."""
+    """Adds the first ``COUNT`` rows in fp32, with sums rounded to ``dtype`` as by torch."""
     LEFT: constexpr = triton.next_power_of_2(COUNT) // 2
     if COUNT == 1:
-        total = tl.load(rows, mask=mask).to(dtype)
+        total = tl.load(rows, mask=mask).to(dtype).to(tl.float32)
     elif COUNT == 2 * LEFT and COUNT > 8:
         # Loops compile in a second, the code of a thousand rows would take minutes.
         # x + -0.0 has the bits of x
-        total = tl.full(mask.shape, -0.0, dtype)
+        total = tl.full(mask.shape, -0.0, tl.float32)
         for i in range(2):
-            half = _load_sum(rows + i * LEFT * stride, stride, mask, LEFT, dtype)
-            total = _add(total, half, dtype)
+            total += _load_sum(rows + i * LEFT * stride, stride, mask, LEFT, dtype)
+            total = total.to(dtype).to(tl.float32)
     else:
-        left = _load_sum(rows, stride, mask, LEFT, dtype)
-        right = _load_sum(rows + LEFT * stride, stride, mask, COUNT - LEFT, dtype)
-        total = _add(left, right, dtype)
+        total = _load_sum(rows, stride, mask, LEFT, dtype)
+        total += _load_sum(rows + LEFT * stride, stride, mask, COUNT - LEFT, dtype)
+        total = total.to(dtype).to(tl.float32)
     return total
-
-
-@triton.jit
-def _add(left, right, dtype: constexpr):
-    """Adds in fp32, and rounds each sum to the dtype, as PyTorch does."""
-    return (left.to(tl.float32) + right.to(tl.float32)).to(dtype)
