@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -549,7 +550,7 @@ class TestWithoutOtherRanks(utils.FakeGroupTest):
         mesh = dist.init_device_mesh("cpu", (2,))
         # Whose ranks may come and go, and which may have no all-gather
         elastic = type("Elastic", (dist.ProcessGroup,), {})(0, 2)
-        self.assertFalse(agreement._has_others(elastic, torch.device("cpu")))
+        agreement.UnitAgreement(SimpleNamespace(device=None))._compare(elastic)
         real = mock.patch.object(agreement, "backend_name", lambda *_: "gloo")
         with contextlib.ExitStack() as stack, counting_comparisons() as sent:
             for context in (FakeTensorMode(), real) if is_real else ():

@@ -47,12 +47,9 @@ if TYPE_CHECKING:
 all_gather_single = dist.all_gather_single
 _SWITCH = "TORCH_FSDP_CHECK_RANKS_AGREE"
 _MAX_PATTERNS = 8  # of one unit over one group
-_Buckets: TypeAlias = (
-    Sequence[ReduceBucket] | None
-)  # about to be reduced, None: a gather
+_Buckets: TypeAlias = Sequence[ReduceBucket] | None  # None: of a gather
 # How many comparisons a group has made: the same on its ranks, also after one that failed
 _num_comparisons: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-
 _NO_GRADIENT = "gets no gradient"
 # An input that needs no gradient may move the unit's reduction to the end of backward
 _ADVICE = (
@@ -62,10 +59,6 @@ _ADVICE = (
     "it in its turn nevertheless, on a dummy input that requires a gradient if the "
     "others' does, and add its output times 0. Where backward gives gradients to other "
     "parameters than elsewhere, call set_reduce_scatter_unused_params(True) on the unit."
-)
-_HANG_ADVICE = (
-    "Look for an earlier error on another rank. If there is none, the ranks have run "
-    f"different steps: {_SWITCH}=always on all ranks finds the first difference."
 )
 
 
@@ -91,10 +84,7 @@ class UnitAgreement:
             self.has_compared_gathers = _mode() != "always"
 
     def check_reductions(self, buckets: Sequence[ReduceBucket], *settings: Any) -> None:
-        """
-        Raises if ranks are about to reduce other buckets. ``settings``: the groups of
-        reduce-scatter and all-reduce, the comm, and whether this rank all-reduces.
-        """
+        """Raises if ranks are about to reduce other ``buckets``, by these ``settings``."""
         if _is_traced(self._param_group):
             return  # to be tried again
         scatter_group, replicate_group, comm, all_reduces = settings
@@ -123,13 +113,17 @@ class UnitAgreement:
             # Backends raise these where other ranks did not come, or came with other data
             is_gloos = isinstance(error, RuntimeError) and "gloo" in str(error)
             if is_gloos or isinstance(error, dist.DistError):
-                note += f" {_HANG_ADVICE} {_ADVICE}"
+                note += " Look for an earlier error on another rank. If there is none, "
+                note += f"{_SWITCH}=always on all ranks finds the difference. {_ADVICE}"
             add_note(error, note)
 
     def _compare(self, group: dist.ProcessGroup, buckets: _Buckets = None) -> None:
-        """Compares the ranks of ``group`` by an all-gather of 32 bytes."""
-        device = self._param_group.device
-        if not _has_others(group, device):
+        """Compares the ranks of ``group``, if any, by an all-gather of 32 bytes."""
+        device, backend = self._param_group.device, "fake"
+        # A group of another class may have no all-gather, or members that come and go
+        if type(group).__module__.startswith("torch.") and _mode() != "0":
+            backend = backend_name(group, device)
+        if backend == "fake" or group.size() == 1:
             return
         count = _num_comparisons[group] = _num_comparisons.get(group, 0) + 1
         number = self._numbers.get(group, count)
@@ -141,7 +135,7 @@ class UnitAgreement:
             with torch.no_grad(), _disable_current_modes():
                 digest = torch.tensor([*data], dtype=torch.uint8, device=device)
                 digests = digest.new_empty(group.size() * digest.numel())
-                if backend_name(group, device) == "gloo":
+                if backend == "gloo":
                     # All-gathers of two sizes would abort the process. Where a barrier
                     # meets another collective, both time out.
                     # pyrefly: ignore [missing-attribute]
@@ -161,9 +155,8 @@ class UnitAgreement:
 
 def _announce(group: FSDPParamGroup, buckets: _Buckets, number: int = 0) -> list[Any]:
     """
-    Returns what must be the same on all ranks: a line for the unit, each parameter and
-    the unit's state. A line is a name, which may differ between ranks, and a string, ""
-    if the rank does not know it.
+    Returns lines for the unit, each parameter and the unit's state: a name, which may
+    differ between ranks, and a string, which may not, "" if the rank does not know it.
     """
     params, fqn = group.fsdp_params, group._module_fqn
     unit = "a unit" if fqn is None else f"unit '{fqn or '(root)'}'"
@@ -200,13 +193,6 @@ def _mode() -> str:
     if mode not in ("0", "1", "always"):
         raise ValueError(f"{_SWITCH} is {mode!r}: set it to always or 0, or unset it")
     return mode
-
-
-def _has_others(group: dist.ProcessGroup, device: torch.device) -> bool:
-    # A group of another class may have no all-gather, or members that come and go
-    is_known = type(group).__module__.startswith("torch.")
-    can_compare = is_known and group.size() > 1 and _mode() != "0"
-    return can_compare and backend_name(group, device) != "fake"
 
 
 def _is_traced(group: FSDPParamGroup) -> bool:

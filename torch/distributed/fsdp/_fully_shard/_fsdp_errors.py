@@ -35,9 +35,9 @@ def note_sharding(error: Exception, param: torch.Tensor, name: str) -> None:
     note = f"Parameter {name} cannot be sharded."
     if isinstance(param, DTensor):
         note += (
-            " It is a DTensor already. Call fully_shard on children before their "
-            "parents, and tensor parallelism with named mesh dims other than FSDP's."
+            " It is a DTensor already. Call fully_shard on children before parents, "
         )
+        note += "and tensor parallelism with named mesh dims other than FSDP's."
     elif type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         methods = "fsdp_pre_all_gather, split, new_zeros and copy_"
         note += f" Implement {methods}, or put it in ignored_params."
@@ -96,12 +96,9 @@ def note_reduction(error: Exception, parts: Sequence[Any]) -> None:
     for part in parts:
         # The copy-in drops the gradients
         for fsdp_param, grad in zip(part.fsdp_params, part.unsharded_grads):
-            is_dense = grad.layout == torch.strided and not isinstance(grad, DTensor)
-            if not is_dense or grad.size() != fsdp_param._orig_size:
-                note += (
-                    f"\nThe gradient of {fsdp_param._param_fqn} is a {grad.layout} "
-                    f"{type(grad).__name__} {[*grad.size()]}, not a dense tensor "
-                    f"{[*fsdp_param._orig_size]}: look for a hook or "
-                    "nn.Embedding(sparse=True)"
-                )
+            size, is_dense = fsdp_param._orig_size, grad.layout == torch.strided
+            if not is_dense or isinstance(grad, DTensor) or grad.size() != size:
+                note += f"\nThe gradient of {fsdp_param._param_fqn} is a {grad.layout} "
+                note += f"{type(grad).__name__} {[*grad.size()]}, not a dense tensor "
+                note += f"{[*size]}: look for a hook or nn.Embedding(sparse=True)"
     add_note(error, note)

@@ -155,15 +155,13 @@ def reset_sharded_params(group: FSDPParamGroup) -> None:
         if not hasattr(fsdp_param, "_unsharded_param"):
             fsdp_param._init_extensions()  # may have been added since
     if group._module_fqn is not None:
-        _warn_of_lost_hooks(group)
-        _warn_of_late_params(group)
+        _warn_of_losses(group)
 
 
 def _make_reset(group: FSDPParamGroup, fsdp_param: FSDPParam) -> Callable[..., None]:
     """
-    Returns a function that makes what users have loaded, replaced, cast or materialized
-    the sharded parameter. It is a closure, because deepcopy of the user's module, whose
-    hook it is, would follow a bound method or a partial to the whole group.
+    Returns a hook that makes what users have loaded, replaced, cast or materialized the
+    sharded parameter: a closure, as deepcopy of their module does not follow those.
     """
     reference = weakref.ref(group)  # the module alone does not keep the group alive
 
@@ -172,9 +170,8 @@ def _make_reset(group: FSDPParamGroup, fsdp_param: FSDPParam) -> Callable[..., N
             return fsdp_param.reset_sharded_param()
         previous = fsdp_param.sharded_param
         # Loading comes here for each parameter, few of which have one
-        has_grad_dtype = fsdp_param in group._grad_dtypes or (
-            previous.is_leaf and previous.grad_dtype != previous.dtype
-        )
+        has_grad_dtype = previous.is_leaf and previous.grad_dtype != previous.dtype
+        has_grad_dtype |= fsdp_param in group._grad_dtypes
         if has_grad_dtype:
             keep_grad_dtypes(group, fsdp_param)
         try:
@@ -233,7 +230,21 @@ def check_materialized(group: FSDPParamGroup) -> None:
         )
 
 
-def _warn_of_lost_hooks(group: FSDPParamGroup) -> None:
+def _find_plain_params(group: FSDPParamGroup) -> dict[Any, nn.Parameter]:
+    """Returns the parameters of a unit's modules that are not sharded, by their place."""
+    from ._fsdp_init import _get_managed_modules as find  # a cycle
+
+    ddp = nn.parallel.DistributedDataParallel
+    return {
+        (module, name): param
+        for module in find(group.modules, is_composable_fn=lambda m: type(m) is not ddp)
+        for name, param in module._parameters.items()
+        if param is not None and not isinstance(param, DTensor)
+    }
+
+
+def _warn_of_losses(group: FSDPParamGroup) -> None:
+    """Warns of hooks that FSDP does not call, and of parameters that it does not shard."""
     lost: list[FSDPParam] = []
     for fsdp_param in group.fsdp_params:
         param, hooked = fsdp_param.sharded_param, group._hooked.get(fsdp_param)
@@ -248,22 +259,6 @@ def _warn_of_lost_hooks(group: FSDPParamGroup) -> None:
             "are set after fully_shard, by register_post_accumulate_grad_hook",
             stacklevel=2,
         )
-
-
-def _find_plain_params(group: FSDPParamGroup) -> dict[Any, nn.Parameter]:
-    """Returns the parameters of a unit's modules that are not sharded, by their place."""
-    from ._fsdp_init import _get_managed_modules as find  # a cycle
-
-    ddp = nn.parallel.DistributedDataParallel
-    return {
-        (module, name): param
-        for module in find(group.modules, is_composable_fn=lambda m: type(m) is not ddp)
-        for name, param in module._parameters.items()
-        if param is not None and not isinstance(param, DTensor)
-    }
-
-
-def _warn_of_late_params(group: FSDPParamGroup) -> None:
     late = [
         ParamModuleInfo(*place)
         for place, param in _find_plain_params(group).items()
@@ -294,9 +289,9 @@ def warn_if_stale(group: FSDPParamGroup) -> None:
     part = fsdp_param.all_gather_outputs[0][rank * n : (rank + 1) * n]
     if not part.equal(shard.to(part.device, part.dtype)):  # waits for the device
         warnings.warn(
-            f"{fqns_of(group, fsdp_param)[0]} was written to while its unit stayed "
-            "unsharded after a forward without gradients, so forward uses the old values. "
-            "Call reshard() on the unit's module after such a forward, before the write",
+            f"{fqns_of(group, fsdp_param)[0]} was written to while its unit stayed unsharded "
+            "after a forward without gradients, so forward uses old values. Call reshard() "
+            "on the unit's module after such a forward, before the write",
             stacklevel=2,
         )
 

@@ -31,9 +31,8 @@ _given = " ".join(map(" ".join, re.findall(_GIVEN, _text)))
 _adds = {*re.findall(r"\w+", _given)} - {*re.findall(r"\w+", "".join(_ours))}
 if _lacks or _adds:  # whatever the version: patch releases may have the same files
     raise ImportError(
-        f"torch {torch.__version__}: FSDP2 lacks {sorted(_lacks)} or adds {sorted(_adds)}, so "
-        "the branch would ignore extensions or settings. Install 2.13.0, 2.14.1 or 2.15.0, "
-        "or take the branch off by `python3 tools/overlay.py --undo`"
+        f"torch {torch.__version__}: FSDP2 lacks {sorted(_lacks)} or adds {sorted(_adds)}. "
+        "Install 2.13.0, 2.14.1 or 2.15.0, or run `python3 tools/overlay.py --undo`"
     )
 
 
@@ -66,8 +65,7 @@ class RELEASE:
             lib.impl(name, lambda *_: None, "CompositeExplicitAutograd")
 
 
-# Whether NCCL multiplies by the factor of a bf16 PREMUL_SUM. Releases before 2.15 may
-# lack that fix (pytorch 190745): they multiply by 0 or by garbage.
+# Before, NCCL may multiply by garbage in a bf16 PREMUL_SUM (pytorch 190745)
 SCALES_BF16: bool = IS_2_15
 IS_2_14: bool = hasattr(dist, "_spmd_no_typecheck")  # or newer
 _HAS_SPMD_TYPES: bool = IS_2_14 and dist._is_spmd_types_available()  # since 2.14
