@@ -37,16 +37,15 @@ def _load_sum(rows, stride, mask, COUNT: constexpr, dtype: constexpr):
     """Adds the first ``COUNT`` rows in fp32, with sums rounded to ``dtype`` as by torch."""
     LEFT: constexpr = triton.next_power_of_2(COUNT) // 2
     if COUNT == 1:
-        total = tl.load(rows, mask=mask).to(dtype).to(tl.float32)
+        total = tl.load(rows, mask=mask)
     elif COUNT == 2 * LEFT and COUNT > 8:
         # Loops compile in a second, the code of a thousand rows would take minutes.
         # x + -0.0 has the bits of x
-        total = tl.full(mask.shape, -0.0, tl.float32)
+        total = tl.full(mask.shape, -0.0, dtype)
         for i in range(2):
-            total += _load_sum(rows + i * LEFT * stride, stride, mask, LEFT, dtype)
-            total = total.to(dtype).to(tl.float32)
+            half = _load_sum(rows + i * LEFT * stride, stride, mask, LEFT, dtype)
+            total = (total.to(tl.float32) + half).to(dtype)
     else:
         total = _load_sum(rows, stride, mask, LEFT, dtype)
         total += _load_sum(rows + LEFT * stride, stride, mask, COUNT - LEFT, dtype)
-        total = total.to(dtype).to(tl.float32)
-    return total
+    return total.to(dtype).to(tl.float32)
