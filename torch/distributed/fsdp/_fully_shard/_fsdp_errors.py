@@ -2,9 +2,8 @@
 Adds the parameter's name, and what to do, to errors.
 
 [Note: Notes on errors]
-Most mistakes make torch or a backend raise an error. A note adds the parameter's name to
-it, and advice that follows from the parameter, not from the message. Only what would be
-silently wrong, or hang some ranks, is checked.
+A note adds the parameter, and advice that follows from it, to an error of torch or a
+backend. Only what would be silently wrong, or hang some ranks, is checked.
 """
 
 from __future__ import annotations

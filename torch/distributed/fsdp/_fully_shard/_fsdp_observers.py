@@ -1,6 +1,5 @@
 """
-Tells whether anything observes a step; if not, profiler ranges and operators are
-skipped.
+Tells whether anything observes a step: else profiler ranges and operators are skipped.
 
 [Note: Who observes]
 A dozen `record_function` ranges and five Python operators of each unit cost more than the

@@ -268,9 +268,8 @@ def _warn_of_losses(group: FSDPParamGroup) -> None:
     ]
     if late and group.mesh_info.mesh.size() > 1:
         warnings.warn(
-            f"{listed(get_param_names(late, group.modules))} of unit "
-            f"'{group._unit_name}' came after fully_shard, which neither shards them nor "
-            "reduces their gradients. Register parameters before it",
+            f"{listed(get_param_names(late, group.modules))} of unit '{group._unit_name}' "
+            "came after fully_shard: their gradients stay local. Register parameters before it",
             stacklevel=2,
         )
 

@@ -35,7 +35,6 @@ if _lacks or _adds:  # whatever the version: patch releases may have the same fi
         "Install 2.13.0, 2.14.1 or 2.15.0, or run `python3 tools/overlay.py --undo`"
     )
 
-
 IS_2_15: bool = hasattr(torch.Tensor, "_has_grad_dtype_override")  # or newer
 
 
