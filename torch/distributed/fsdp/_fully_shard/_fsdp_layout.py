@@ -48,8 +48,6 @@ _ALIGNMENT = 16  # in bytes, see [Note: Aligned to 16 bytes]
 # Of a rank's shard: to pass a piece of fewer bytes to a kernel costs the host as long as
 # an H200 needs to copy it once more
 _MIN_PIECE_NBYTES = 2**15
-# One kernel launch costs the host about as much as 8 calls of `view()`
-_VIEWS_PER_COPY = 8
 # An input's position among all inputs (None: padding) and its number of elements
 Slot: TypeAlias = tuple[int | None, int]
 # The dtypes that gradients are added in, and sent in (None: the collective adds them)
@@ -161,7 +159,7 @@ def plan_copy_in(
 ) -> tuple[CopyPlan, ...]:
     """
     Plans the copies that fill a segment: one for each region, or without casts one for
-    all in the narrowest dtype, unless views of the inputs cost more than it saves.
+    all in the narrowest dtype. Steps share the views of the inputs.
     """
 
     def join(*regions: GatherRegion) -> CopyPlan:
@@ -184,9 +182,7 @@ def plan_copy_in(
         is_cast = [*casts] != [region.dtype]
         copies.append(CopyPlan(region, [*casts.values()]) if is_cast else join(region))
     if len(copies) > 1 and not any(copy.casts for copy in copies):
-        joined = join(*layout.regions)
-        if joined.num_viewed <= _VIEWS_PER_COPY * (len(copies) - 1):
-            return (joined,)
+        return (join(*layout.regions),)
     return tuple(copies)
 
 
