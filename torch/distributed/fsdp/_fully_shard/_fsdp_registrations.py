@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
-from typing import Any, TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from itertools import chain, groupby, repeat
+from typing import Any, cast, TYPE_CHECKING
 
 import torch.nn as nn
 from torch import Tensor
@@ -94,25 +94,23 @@ def fqns_of(
     return [name + unit for name in names]
 
 
-def places_of(
-    fsdp_params: Sequence[FSDPParam],
-) -> dict[nn.Module, list[tuple[str, int]]]:
-    """Returns the names and indices of parameters by module, each name if shared."""
-    places: dict[nn.Module, list[tuple[str, int]]] = {}
+def places_of(fsdp_params: Sequence[FSDPParam]) -> list[tuple[nn.Module, list]]:
+    """Returns modules with names and indices of parameters, in order, each if shared."""
+    places: list[tuple[nn.Module, tuple[str, int]]] = []
     for i, info in enumerate(fsdp_param._module_info for fsdp_param in fsdp_params):
         modules = [info.module, *info.shared_modules]
-        for module, name in zip(modules, [info.param_name, *info.shared_param_names]):
-            places.setdefault(module, []).append((name, i))
-    return places
+        names = zip([info.param_name, *info.shared_param_names], repeat(i))
+        places += zip(modules, names)
+    runs = [[*run] for _, run in groupby(places, key=lambda place: id(place[0]))]
+    return [(run[0][0], [place for _, place in run]) for run in runs]
 
 
 def register(
-    places: Mapping[nn.Module, Sequence[tuple[str, int]]],
-    params: Sequence[nn.Parameter],
+    places: Sequence[tuple[nn.Module, list]], params: Sequence[nn.Parameter]
 ) -> None:
     """Registers ``params`` at their places in modules."""
     plain = nn.Module.__setattr__
-    for module, named in places.items():
+    for module, named in places:
         # The plain method's checks cost more than all else here, and pass, as the name
         # holds a parameter. A class may define another method at any time
         if type(module).__setattr__ is plain:
@@ -125,11 +123,12 @@ def register(
 
 
 def watch_loads(group: FSDPParamGroup) -> None:
-    """Resets each parameter after its module has loaded a state dict."""
-    for fsdp_param in group.fsdp_params:
+    """Resets each parameter after its module has loaded a state dict, or `_apply` ran."""
+    for fsdp_param in cast(Any, group.fsdp_params):
         fsdp_param._post_load_hook_handle.remove()
+        reset = fsdp_param.reset_sharded_param = _make_reset(group, fsdp_param)
         add_hook = fsdp_param._module_info.module.register_load_state_dict_post_hook
-        fsdp_param._post_load_hook_handle = add_hook(_make_reset(group, fsdp_param))
+        fsdp_param._post_load_hook_handle = add_hook(reset)
 
 
 def register_state_dict_hooks(group: FSDPParamGroup) -> None:
@@ -164,10 +163,12 @@ def _make_reset(group: FSDPParamGroup, fsdp_param: FSDPParam) -> Callable[..., N
     sharded parameter: a closure, as deepcopy of their module does not follow those.
     """
     reference = weakref.ref(group)  # the module alone does not keep the group alive
+    reset_sharded_param = type(fsdp_param).reset_sharded_param
 
     def reset(*unused: Any) -> None:
         if (group := reference()) is None:
-            return fsdp_param.reset_sharded_param()
+            return reset_sharded_param(fsdp_param)
+        group._cache.held_inputs = None  # which have the previous shard
         previous = fsdp_param.sharded_param
         # Loading comes here for each parameter, few of which have one
         has_grad_dtype = previous.is_leaf and previous.grad_dtype != previous.dtype
@@ -175,7 +176,7 @@ def _make_reset(group: FSDPParamGroup, fsdp_param: FSDPParam) -> Callable[..., N
         if has_grad_dtype:
             keep_grad_dtypes(group, fsdp_param)
         try:
-            fsdp_param.reset_sharded_param()
+            reset_sharded_param(fsdp_param)
         except Exception as error:
             (name,) = fqns_of(group, fsdp_param)
             check_param(fsdp_param, name)  # raises if it knows why
@@ -184,7 +185,6 @@ def _make_reset(group: FSDPParamGroup, fsdp_param: FSDPParam) -> Callable[..., N
         if has_grad_dtype:
             keep_grad_dtypes(group, fsdp_param)  # on the new parameter
         param: Any = fsdp_param.sharded_param
-        group._cache.held_inputs = None
         if param is not previous:
             group._cache.buckets.clear()  # which have the previous one's dtypes
             # Only then look up the name: that loops over all modules of the group
