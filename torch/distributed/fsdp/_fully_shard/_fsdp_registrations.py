@@ -163,11 +163,11 @@ def _make_reset(group: FSDPParamGroup, fsdp_param: FSDPParam) -> Callable[..., N
     sharded parameter: a closure, as deepcopy of their module does not follow those.
     """
     reference = weakref.ref(group)  # the module alone does not keep the group alive
-    reset_sharded_param = type(fsdp_param).reset_sharded_param
+    cls = type(fsdp_param)
 
     def reset(*unused: Any) -> None:
         if (group := reference()) is None:
-            return reset_sharded_param(fsdp_param)
+            return cls.reset_sharded_param(fsdp_param)
         group._cache.held_inputs = None  # which have the previous shard
         previous = fsdp_param.sharded_param
         # Loading comes here for each parameter, few of which have one
@@ -176,7 +176,7 @@ def _make_reset(group: FSDPParamGroup, fsdp_param: FSDPParam) -> Callable[..., N
         if has_grad_dtype:
             keep_grad_dtypes(group, fsdp_param)
         try:
-            reset_sharded_param(fsdp_param)
+            cls.reset_sharded_param(fsdp_param)
         except Exception as error:
             (name,) = fqns_of(group, fsdp_param)
             check_param(fsdp_param, name)  # raises if it knows why
