@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import (
     GatherInputs,
     GatherOutputs,
+    SplitSizes,
 )
 from torch.testing._internal.common_utils import parametrize, run_tests
 
@@ -171,8 +172,8 @@ class TestCopies(DeviceFreeTest):
         ]
         params = [SimpleNamespace(all_gather_outputs=[output]) for output in outputs]
         gathered = GatherOutputs(params)
-        state = ShardedState.SHARDED_POST_FORWARD
-        collectives.copy_out(state, buffer, layout, gathered, world_size)
+        split_sizes = SplitSizes(layout, ShardedState.SHARDED_POST_FORWARD)
+        collectives.copy_out(buffer, split_sizes, gathered, world_size)
         for i, output in enumerate(outputs):
             expected = torch.cat([inputs[i].view(torch.uint8) for inputs in shards])
             self.assert_same(as_bytes(output), expected)

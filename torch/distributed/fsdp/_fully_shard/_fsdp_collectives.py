@@ -197,16 +197,13 @@ def _default_all_gather_output_fn(
     """Writes every parameter's all-gather outputs from a gather's buffer."""
     cache = cache or ParamGroupCache(fsdp_params)
     buffer, _, _, dtypes, numels, split_sizes = all_gather_result
-    if isinstance(split_sizes, SplitSizes):
-        # As when it was gathered: a save since may reshard
-        layout, state = split_sizes.layout, split_sizes.state
-    else:  # a plugin gathered, in parameter order
+    if not isinstance(split_sizes, SplitSizes):  # a plugin gathered, in parameter order
         dtype, numel = layouts.storage_dtype(buffer.dtype), sum(split_sizes)
         buffer = buffer.view(dtype)
-        layout = layouts.GatherLayout((), dtype, (*enumerate(split_sizes),), numel)
-        state = cache.fsdp_params[0].sharded_state
+        layout = GatherLayout((), dtype, (*enumerate(split_sizes),), numel)
+        split_sizes = SplitSizes(layout, fsdp_params[0].sharded_state)
     outputs = cache.alloc_outputs(dtypes, numels, world_size, buffer.device)
-    copy_out(state, buffer, layout, outputs, world_size)
+    copy_out(buffer, split_sizes, outputs, world_size)
     if isinstance(all_gather_result, DirectGatherResult):
         copy_each(*all_gather_result.copies)
 
@@ -268,17 +265,14 @@ def fill_segment(output: Tensor, inputs: GatherInputs, rank: int) -> Tensor:
     if layout.slots and gets_operators(output.device):
         return _fill_by_operator(output, inputs, rank)
     numel = layout.segment_numel
-    segment = output[rank * numel : (rank + 1) * numel]
-    _copy_in(segment, inputs)
-    return segment
+    return _copy_in(output[rank * numel : (rank + 1) * numel], inputs)
 
 
 def _fill_by_operator(output: Tensor, inputs: GatherInputs, rank: int) -> Tensor:
     """Calls the operator, which neither casts nor moves."""
     layout, numel = inputs.plan.layout, inputs.plan.layout.segment_numel
     if any(copy.casts for copy in inputs.plan.copies) or inputs.are_on_host:
-        filled = output.new_empty(numel)
-        _copy_in(filled, inputs)
+        filled = _copy_in(output.new_empty(numel), inputs)
         tensors = [*filled.split(layout.split_sizes)]
     else:
         tensors = [
@@ -290,8 +284,8 @@ def _fill_by_operator(output: Tensor, inputs: GatherInputs, rank: int) -> Tensor
     return torch.ops.fsdp.all_gather_copy_in(*args)[0]
 
 
-def _copy_in(segment: Tensor, inputs: GatherInputs) -> None:
-    """Fills this rank's segment in one pass, which also casts."""
+def _copy_in(segment: Tensor, inputs: GatherInputs) -> Tensor:
+    """Fills and returns this rank's ``segment`` (1D), in one pass, which also casts."""
     all_sources = inputs.sources or inputs.make_sources()
     for copy, sources in zip(inputs.plan.copies, all_sources, strict=True):
         target, slots = copy.region.view(segment), copy.region.slots
@@ -302,6 +296,7 @@ def _copy_in(segment: Tensor, inputs: GatherInputs) -> None:
         used = [k for k, (i, _) in enumerate(slots) if i is not None]
         for group in copy.casts or [used]:
             _copy_group([targets[k] for k in group], [sources[k] for k in group])
+    return segment
 
 
 def stage_direct(inputs: GatherInputs, device: torch.device) -> list[Tensor]:
@@ -349,18 +344,18 @@ _NO_COLUMNS = Columns(GatherLayout((), torch.uint8, (), 0), [], [], [])
 
 
 def copy_out(
-    state: ShardedState,
-    buffer: Tensor,
-    layout: GatherLayout,
-    outputs: GatherOutputs,
-    world_size: int,
+    buffer: Tensor, split_sizes: SplitSizes, outputs: GatherOutputs, world_size: int
 ) -> None:
-    """Writes the all-gather outputs of parameters that were gathered in ``state``."""
-    if not layout.slots:
+    """
+    Writes all-gather outputs from a gather's ``buffer`` (1D), in the current stream. Their
+    state is that when it was gathered: a save since then may have resharded.
+    """
+    if not split_sizes:
         return
-    columns = outputs.columns.get(state, _NO_COLUMNS)
+    layout = split_sizes.layout
+    columns = outputs.columns.get(split_sizes.state, _NO_COLUMNS)
     if columns.layout is not layout:
-        columns = _make_columns(state, layout, outputs, world_size)
+        columns = _make_columns(split_sizes, outputs, world_size)
     # The fused kernel accepts dense tensors only: the buffer as a whole
     rows = buffer.view(world_size, layout.segment_numel)
     ops = torch.ops.fsdp if gets_operators(buffer.device) else torch
@@ -372,7 +367,7 @@ def copy_out(
 
 
 def _make_columns(
-    state: ShardedState, layout: GatherLayout, outputs: GatherOutputs, world_size: int
+    split_sizes: SplitSizes, outputs: GatherOutputs, world_size: int
 ) -> Columns:
     """
     Views the pieces of outputs, and for padding tensors that nothing reads, as columns
@@ -381,6 +376,7 @@ def _make_columns(
     """
     tensors: list[Tensor] = []
     reordered: list[tuple[FSDPParam, Tensor, Tensor]] = []
+    layout, state = split_sizes.layout, split_sizes.state
     dtype = layout.buffer_dtype
     for i, size in layout.slots:
         if i is None:

@@ -27,28 +27,23 @@ from ._fsdp_releases import RELEASE
 
 
 class SplitSizes(list[int]):
-    """A gather's split sizes, with all else that its copy-out needs."""
+    """A gather's split sizes, with its layout and the state that it gathers from."""
 
-    layout: layouts.GatherLayout
-    state: ShardedState  # that was gathered from
+    def __init__(self, layout: layouts.GatherLayout, state: ShardedState):
+        super().__init__(layout.split_sizes)
+        self.layout, self.state = layout, state
 
 
 class GatherPlan:
     """
-    A gather's layout and copies. Inputs are cast to ``compute_dtypes``, where not None.
-    ``counts``: how many each parameter has, None: one. ``min_nbytes``: see `can_be_direct`.
+    A gather's layout and copies, ``made_for`` lists of the inputs' stored dtypes, those to
+    cast them to (None: none), their elements on one rank, and how many each parameter has
+    (no list: one), and for a threshold in bytes, see `can_be_direct`.
     """
 
-    def __init__(
-        self,
-        fsdp_params: Sequence[FSDPParam],
-        stored_dtypes: list[torch.dtype],
-        compute_dtypes: list[torch.dtype | None],
-        numels: list[int],
-        counts: list[int] | None = None,
-        min_nbytes: int | None = None,
-    ):
-        self.made_for = stored_dtypes, compute_dtypes, numels, counts, min_nbytes
+    def __init__(self, fsdp_params: Sequence[FSDPParam], *made_for: Any):
+        stored_dtypes, compute_dtypes, numels, counts, min_nbytes = made_for
+        self.made_for = made_for
         self.facts = compute_dtypes, min_nbytes
         pairs = zip(compute_dtypes, stored_dtypes, strict=True)
         dtypes = [compute_dtype or stored for compute_dtype, stored in pairs]
@@ -73,8 +68,7 @@ class GatherPlan:
             dtypes, numels, is_mixed=is_mixed, direct=[k for _, k in self.direct]
         )
         self.copies = layouts.plan_copy_in(self.layout, stored_dtypes)
-        self.split_sizes = SplitSizes(self.layout.split_sizes)
-        self.split_sizes.layout = self.layout
+        self.split_sizes = SplitSizes(self.layout, fsdp_params[0].sharded_state)
 
     def nbytes_of(self, i: int) -> list[int]:
         """Returns the sizes of a parameter's inputs in bytes."""
@@ -129,7 +123,7 @@ def has_extension(fsdp_param: Any) -> bool:
 
 
 def get_all_gather_inputs(fsdp_param: FSDPParam) -> list[torch.Tensor]:
-    """Returns what the parameter, or its ``fsdp_pre_all_gather``, gives to gather."""
+    """Returns the tensors that the parameter, or its extension, gives to gather."""
     try:
         inputs, devices = fsdp_param.all_gather_inputs, {"cpu", fsdp_param.device.type}
         if not inputs or not {tensor.device.type for tensor in inputs} <= devices:
@@ -144,19 +138,16 @@ def get_all_gather_inputs(fsdp_param: FSDPParam) -> list[torch.Tensor]:
 def _get_extended_shards(
     params: Sequence[Any],
 ) -> tuple[list[torch.Tensor], list[torch.dtype | None], list[int]]:
-    """Returns all inputs, what each is cast to, and how many each parameter has."""
-    tensors: list[torch.Tensor] = []
-    dtypes: list[torch.dtype | None] = []
-    counts: list[int] = []
-    for fsdp_param in params:
-        if hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather"):
-            inputs, dtype = get_all_gather_inputs(fsdp_param), None
-        else:
-            inputs, dtype = get_shards([fsdp_param]), fsdp_param.param_dtype
-        tensors += inputs
-        dtypes += [dtype] * len(inputs)
-        counts.append(len(inputs))
-    return tensors, dtypes, counts
+    """Returns all inputs, the dtypes to cast them to, and each parameter's count."""
+    by_param = [
+        (get_all_gather_inputs(fsdp_param), None)
+        if hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather")
+        else (get_shards([fsdp_param]), fsdp_param.param_dtype)
+        for fsdp_param in params
+    ]
+    tensors = [tensor for inputs, _ in by_param for tensor in inputs]
+    dtypes = [dtype for inputs, dtype in by_param for _ in inputs]
+    return tensors, dtypes, [len(inputs) for inputs, _ in by_param]
 
 
 def _check_dtypes(fsdp_param: FSDPParam, dtypes: list[torch.dtype]) -> None:
@@ -165,9 +156,8 @@ def _check_dtypes(fsdp_param: FSDPParam, dtypes: list[torch.dtype]) -> None:
         if output.dtype != dtype:
             name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
             raise RuntimeError(
-                f"{name} was gathered in {output.dtype} before, but is now {dtype}. Cast "
-                "a model, by to() or load_state_dict(assign=True), only before its first "
-                "forward"
+                f"{name} was gathered in {output.dtype} before, but is now {dtype}. Cast a "
+                "model, by to() or loading with assign=True, only before its first forward"
             )
 
 
@@ -251,28 +241,23 @@ class ParamGroupCache:
             self.has_unsharded_params &= not self._has_extensions
         if self._has_extensions:
             return self._prepare_anew(*_get_extended_shards(params))
-        tensors, compute_dtypes = get_shards(params), [p.param_dtype for p in params]
-        facts = compute_dtypes, self.direct_memory.gather_min_nbytes
+        tensors, dtypes = get_shards(params), [p.param_dtype for p in params]
+        facts = dtypes, self.direct_memory.gather_min_nbytes
         if held and held.plan.facts == facts and all(map(is_, tensors, held.tensors)):
             return held
-        return self._prepare_anew(tensors, compute_dtypes)
+        return self._prepare_anew(tensors, dtypes, None)
 
-    def _prepare_anew(
-        self,
-        tensors: list[torch.Tensor],
-        compute_dtypes: list[torch.dtype | None],
-        counts: list[int] | None = None,
-    ) -> GatherInputs:
-        params = self.fsdp_params
-        state, min_nbytes = (
-            params[0].sharded_state,
-            self.direct_memory.gather_min_nbytes,
-        )
+    def _prepare_anew(self, tensors: list, dtypes: list, counts: Any) -> GatherInputs:
+        """Returns new inputs, with the last plan of their state if that still fits."""
+        params, min_nbytes = self.fsdp_params, self.direct_memory.gather_min_nbytes
+        state = params[0].sharded_state
         stored_dtypes, numels = [t.dtype for t in tensors], [t.numel() for t in tensors]
-        made_for = stored_dtypes, compute_dtypes, numels, counts, min_nbytes
-        plan = self.plans.get(state)
+        made_for = stored_dtypes, dtypes, numels, counts, min_nbytes
+        previous = plan = self.plans.get(state)
         if plan is None or plan.made_for != made_for:
-            plan = self._make_plan(plan, *made_for)
+            plan = GatherPlan(params, *made_for)
+            self._check_outputs(plan, previous)
+            self.plans[state] = plan
         inputs = GatherInputs(tensors, plan, params[0].device)
         # Shards after forward are soon freed, and dispatch modes may make fake tensors
         is_sharded = state is ShardedState.SHARDED and counts is None
@@ -280,8 +265,8 @@ class ParamGroupCache:
             self.held_inputs = inputs
         return inputs
 
-    def _make_plan(self, previous: GatherPlan | None, *made_for: Any) -> GatherPlan:
-        plan = GatherPlan(self.fsdp_params, *made_for)
+    def _check_outputs(self, plan: GatherPlan, previous: GatherPlan | None) -> None:
+        """Raises if outputs have other dtypes than ``plan``, or replaces extensions'."""
         for i, fsdp_param in enumerate(self.fsdp_params):
             if not (self._has_extensions and has_extension(fsdp_param)):
                 _check_dtypes(fsdp_param, plan.dtypes[i])
@@ -289,9 +274,6 @@ class ParamGroupCache:
             # bytes keep the dtype of the first gather, whatever they are viewed in
             elif previous and plan.nbytes_of(i) != previous.nbytes_of(i):
                 fsdp_param.all_gather_outputs = []
-        state = plan.split_sizes.state = self.fsdp_params[0].sharded_state
-        self.plans[state] = plan
-        return plan
 
     @property
     def outputs(self) -> GatherOutputs | None:
@@ -406,10 +388,8 @@ class ParamGroupCache:
         """Notes marks of a shard, whose parameters stay unsharded, see `find_written`."""
         is_noted = self.watched and self.watched[0] is self._registered
         if self.watched is not False and not is_noted:
-            fsdp_param = max(
-                self.fsdp_params, key=lambda p: p.sharded_param.requires_grad
-            )
-            self.watched = self._registered, fsdp_param, _get_marks(fsdp_param)
+            watched = max(self.fsdp_params, key=lambda p: p.sharded_param.requires_grad)
+            self.watched = self._registered, watched, _get_marks(watched)
 
     def find_written(self) -> FSDPParam | None:
         """Returns the watched parameter, once, if its shard may have been written to."""
