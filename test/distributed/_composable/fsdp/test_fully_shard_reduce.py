@@ -81,14 +81,14 @@ class TestCopyIn(DeviceFreeTest):
         )
         numel = self.RANKS * layout.segment_numel
         buffer = torch.empty(numel, dtype=layout.buffer_dtype)
-        columns = reduce_file._view_columns(buffer, layout, self.RANKS)
+        columns = reduce_file._as_columns(buffer, layout, self.RANKS)
         reduction: Any = SimpleNamespace(
             shard_world_size=self.RANKS, allocate=lambda *_: buffer
         )
         parts = [BucketGrads([], *pair) for pair in zip(buckets, grads)]
         with comms.count_operators() as counts:
             if len(buckets) > 1:
-                reduce_file._copy_in_all_to_all(reduction, parts)
+                reduce_file.Exchanged().copy_in(reduction, parts)
             else:
                 reduce_file.copy_in_grads(buckets[0], grads[0], columns[0])
         for bucket, rows in zip(buckets, columns):

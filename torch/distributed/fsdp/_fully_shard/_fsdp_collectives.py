@@ -132,7 +132,7 @@ class DirectGatherResult(AllGatherResult):
 
 
 # Plugins may monkeypatch these two
-_OWN_INPUTS = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
+_BRANCH_INPUTS = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
 
 
 def foreach_all_gather(
@@ -149,7 +149,7 @@ def foreach_all_gather(
     """
     Starts the one all-gather of a unit, whose parameters may have any dtypes but must
     all be sharded, or all be resharded after forward. The buffer is allocated and filled
-    in one stream and gathered in the other. ``cache`` is of these parameters.
+    in the first stream and gathered in the second. ``cache``: that of the parameters.
     """
     cache = cache or ParamGroupCache(fsdp_params)
     comm, stream = all_gather_comm, all_gather_stream
@@ -159,7 +159,7 @@ def foreach_all_gather(
     try:
         with device_handle.stream(all_gather_copy_in_stream):
             in_use = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
-            if in_use == _OWN_INPUTS:
+            if in_use == _BRANCH_INPUTS:
                 inputs = cache.prepare_gather()
                 plan, layout = inputs.plan, inputs.plan.layout
                 size = group.size() * layout.segment_numel, layout.buffer_dtype
@@ -313,7 +313,7 @@ def stage_direct(inputs: GatherInputs, device: torch.device) -> list[Tensor]:
 
 
 def _copy_group(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copies tensors of one dtype to tensors of one dtype, to another device as well."""
+    """Copies tensors of one dtype to others of one dtype and shape, on any device."""
     device = targets[0].device
     if device.type == "cpu" or not any(source.is_cpu for source in sources):
         torch._foreach_copy_(targets, sources)
@@ -327,7 +327,7 @@ def _copy_group(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies tensors of any dtypes, those of each pair of dtypes at once."""
+    """Copies tensors of any dtypes to others alike in shape, each pair of dtypes at once."""
     groups: dict[tuple[torch.dtype, torch.dtype], tuple[list, list]] = {}
     for target, source in zip(targets, sources, strict=True):
         if target.dtype == source.dtype and source.itemsize == 1:

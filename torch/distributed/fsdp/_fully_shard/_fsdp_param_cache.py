@@ -17,6 +17,7 @@ from operator import is_
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from . import _fsdp_layout as layouts
 from . import _fsdp_registrations as registrations
@@ -76,18 +77,16 @@ class GatherPlan:
 
 
 class GatherInputs:
-    """What a rank gives to a gather: 1D tensors, as they are stored, and their plan."""
+    """A rank's inputs of a gather: 1D tensors, as they are stored, and their plan."""
 
-    def __init__(
-        self, tensors: list[torch.Tensor], plan: GatherPlan, device: torch.device
-    ):
+    def __init__(self, tensors: list[Tensor], plan: GatherPlan, device: torch.device):
         self.tensors, self.plan = tensors, plan
         # Whether any are offloaded, so that a copy to ``device`` moves them
         self.are_on_host = device.type != "cpu" and any(t.is_cpu for t in tensors)
-        # What each copy of the plan reads, once made
-        self.sources: list[list[torch.Tensor]] = []
+        # The tensors that each copy of the plan reads, once made
+        self.sources: list[list[Tensor]] = []
 
-    def make_sources(self) -> list[list[torch.Tensor]]:
+    def make_sources(self) -> list[list[Tensor]]:
         """Returns tensors and padding, viewed in the dtype of a copy without casts."""
         tensors, sources = self.tensors, []
         for region, _, num_viewed in self.plan.copies:
@@ -102,14 +101,14 @@ class GatherInputs:
         return sources
 
 
-def view_as(dtype: torch.dtype, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def view_as(dtype: torch.dtype, shards: Sequence[Tensor]) -> list[Tensor]:
     try:
         return [shard.view(dtype) for shard in shards]
     except RuntimeError:  # one is not dense, loaded with `assign=True`
         return [shard.contiguous().view(dtype) for shard in shards]
 
 
-def get_shards(fsdp_params: Sequence[Any]) -> list[torch.Tensor]:
+def get_shards(fsdp_params: Sequence[Any]) -> list[Tensor]:
     """Returns the flat local shards of plain parameters."""
     if fsdp_params[0].sharded_state is ShardedState.SHARDED_POST_FORWARD:
         return [p._sharded_post_forward_param_data for p in fsdp_params]
@@ -122,7 +121,7 @@ def has_extension(fsdp_param: Any) -> bool:
     return makes_inputs or hasattr(fsdp_param, "_extensions_data")
 
 
-def get_all_gather_inputs(fsdp_param: FSDPParam) -> list[torch.Tensor]:
+def get_all_gather_inputs(fsdp_param: FSDPParam) -> list[Tensor]:
     """Returns the tensors that the parameter, or its extension, gives to gather."""
     try:
         inputs, devices = fsdp_param.all_gather_inputs, {"cpu", fsdp_param.device.type}
@@ -137,7 +136,7 @@ def get_all_gather_inputs(fsdp_param: FSDPParam) -> list[torch.Tensor]:
 
 def _get_extended_shards(
     params: Sequence[Any],
-) -> tuple[list[torch.Tensor], list[torch.dtype | None], list[int]]:
+) -> tuple[list[Tensor], list[torch.dtype | None], list[int]]:
     """Returns all inputs, the dtypes to cast them to, and each parameter's count."""
     by_param = [
         (get_all_gather_inputs(fsdp_param), None)
@@ -165,10 +164,10 @@ class Columns(NamedTuple):
     """Where a gather's buffer, with a row for each rank, is copied out to."""
 
     layout: layouts.GatherLayout  # of a row
-    tensors: list[torch.Tensor]  # (world_size, size), views of the outputs
+    tensors: list[Tensor]  # (world_size, size), views of the outputs
     sizes: list[int]
     # (parameter, temporary, output that this is reordered to)
-    reordered: list[tuple[FSDPParam, torch.Tensor, torch.Tensor]]
+    reordered: list[tuple[FSDPParam, Tensor, Tensor]]
 
 
 class GatherOutputs:
@@ -183,14 +182,17 @@ class GatherOutputs:
 
 
 def _get_marks(fsdp_param: FSDPParam) -> tuple:
-    """Returns what writes to a shard change: optimizers' fused ones, no version."""
+    """Returns marks that writes to a shard change: fused optimizers' no version."""
     param: Any = fsdp_param.sharded_param
     tensors = param, param._local_tensor
     return param.grad is None, *(t._version for t in tensors if not t.is_inference())
 
 
 class ParamGroupCache:
-    """What is cached of a group's parameters between steps."""
+    """
+    A group's caches. The group calls it between collectives, which it must not issue, in
+    the current stream: that of copy-ins to prepare a gather, of compute to change states.
+    """
 
     def __init__(
         self, fsdp_params: Iterable[FSDPParam], memory: DirectMemory | None = None
@@ -199,12 +201,11 @@ class ParamGroupCache:
         self.direct_memory = memory or DirectMemory()
         self._local_classes = self._get_local_classes()
         self._has_extensions = any(map(has_extension, self.fsdp_params))
-        sizes = [p._orig_size for p in self.fsdp_params]
-        self.has_empty_params = 0 in [*map(torch.Size.numel, sizes)]
+        self.has_empty_params = not all(p._orig_size.numel() for p in self.fsdp_params)
         self._places = registrations.places_of(self.fsdp_params)
-        # By the state that is gathered from
+        # By the state that was gathered from
         self.plans: dict[ShardedState, GatherPlan] = {}
-        # Of the last gather in the sharded state: [Note: Cached between steps]
+        # Those of the last gather in the sharded state: [Note: Cached between steps]
         self.held_inputs: GatherInputs | None = None
         self._outputs: GatherOutputs | None = None
         self.has_unsharded_params = False
@@ -296,15 +297,14 @@ class ParamGroupCache:
 
     def init_unsharded_params(self) -> None:
         """Makes the unsharded parameters from new all-gather outputs."""
-        fsdp_param = self.fsdp_params[0]
-        try:
-            for fsdp_param in self.fsdp_params:
+        for fsdp_param in self.fsdp_params:
+            try:
                 fsdp_param.init_unsharded_param()
-        except Exception as error:
-            if has_extension(fsdp_param):
-                result = "(tensor, (tensor to free, ...))"
-                note_extension(error, fsdp_param, "fsdp_post_all_gather", result)
-            raise
+            except Exception as error:
+                if has_extension(fsdp_param):
+                    result = "(tensor, (tensor to free, ...))"
+                    note_extension(error, fsdp_param, "fsdp_post_all_gather", result)
+                raise
         self.has_unsharded_params = not self._has_extensions  # those make theirs anew
 
     def keep_requires_grad(self) -> None:

@@ -157,15 +157,15 @@ def reduce_buckets(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
     """Reduces buckets. All copy-ins come first, so that streams wait only once."""
     handle = _get_device_handle(reduction.device.type)
     compute_stream, stream = handle.current_stream(), reduction.reduce_scatter_stream
-    exchanged: list[BucketGrads] = []
+    exchange, exchanged = Exchanged(), []
     # An error gets a note about `batch`
-    batch, layout, has_grad = parts, None, torch.is_grad_enabled()
+    batch, has_grad = parts, torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)
     try:
         for part in parts:
             part.consumer_stream = compute_stream
             if part.bucket.comm_dtype is not None and reduction.shard_world_size > 1:
-                part.way = Exchanged()
+                part.way = exchange
                 exchanged.append(part)
                 continue
             batch, part.way = [part], Packed()
@@ -176,11 +176,11 @@ def reduce_buckets(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
             part.way.copy_in(reduction, part)
         if exchanged:
             batch = exchanged
-            layout = _copy_in_all_to_all(reduction, exchanged)
+            exchange.copy_in(reduction, exchanged)
         stream.wait_stream(compute_stream)
         with handle.stream(stream):
-            if layout is not None:
-                _all_to_all(reduction, exchanged, layout)
+            if exchanged:
+                exchange.send(reduction, exchanged)
             batches = [[part] for part in parts]
             group = reduction.all_reduce_group if reduction.all_reduce_grads else None
             if group is not None and len(parts) > 1:
@@ -195,7 +195,7 @@ def reduce_buckets(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
         torch._C._set_grad_enabled(has_grad)
 
 
-# Ways to send #
+# Ways to send: a copy-in (phase 1), and the sum over the shard group (phase 2) #
 
 
 class Packed:
@@ -282,59 +282,66 @@ class Grouped:
 class Exchanged:
     """One all-to-all for several buckets, added by [Note: One tree for every mesh]."""
 
-    received: Tensor  # [ranks, shard_numel]
+    layout: GatherLayout  # of what is sent to one rank, a region for each dtype
+    received: list[Tensor]  # (world_size, shard_numel), in the order of reductions
+
+    def copy_in(self, reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
+        """
+        Copies gradients into one buffer to send. One kernel copies all, viewed in the
+        narrowest dtype, unless one must be cast or cannot be chunked: then by bucket.
+        """
+        sizes = [(part.bucket.wire_dtype, part.bucket.shard_numel) for part in parts]
+        layout: GatherLayout = layouts.plan_all_to_all(*zip(*sizes))
+        world_size, buffer_dtype = reduction.shard_world_size, layout.buffer_dtype
+        buffer = reduction.allocate(world_size * layout.segment_numel, buffer_dtype)
+        chunks = [_as_chunks(part.bucket, part.unsharded_grads) for part in parts]
+        if all({*dtypes} == {bucket.wire_dtype} for bucket, _, dtypes in chunks):
+            dtype, tensors = layout.regions[-1].dtype, []
+            for i, numel in layout.slots:
+                if i is None:  # the kernel pads it to one row for each rank
+                    numel = numel * buffer_dtype.itemsize // dtype.itemsize
+                    tensors.append(buffer.new_zeros(1, numel, dtype=dtype))
+                elif chunks[i][0].wire_dtype == dtype:
+                    tensors += chunks[i][1]
+                else:  # a view lengthens the last dim
+                    tensors += [g.unsqueeze(-1).view(dtype) for g in chunks[i][1]]
+            foreach_reduce_scatter_copy_in(tensors, buffer.view(dtype), world_size)
+        else:
+            columns = _as_columns(buffer, layout, world_size)
+            for part, rows in zip(parts, columns, strict=True):
+                copy_in_grads(part.bucket, part.unsharded_grads, rows)
+        self.layout = layout
+        for part in parts:
+            part.inputs = [buffer]
+            part.unsharded_grads.clear()
+
+    def send(self, reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
+        """Exchanges the gradients of all ``parts``, in the reduce-scatter stream."""
+        comm: Any = reduction.reduce_scatter_comm
+        (sent,) = parts[0].inputs
+        if allocates_anew(comm):
+            received = reduction.allocate(sent.numel(), sent.dtype)
+        else:  # the comm may return the memory that is being sent
+            received = torch.empty_like(sent)
+        group = reduction.reduce_scatter_group
+        comm.exchange(output_tensor=received, input_tensor=sent, group=group)
+        self.received = _as_columns(received, self.layout, reduction.shard_world_size)
 
     def reduce(self, reduction: Reduction, part: BucketGrads, factors: Factors) -> Sum:
         before, after, *_ = factors
-        _div_if_needed(self.received, before)
+        rows = self.received.pop(0)
+        _div_if_needed(rows, before)
         output = reduction.allocate(part.bucket.shard_numel, part.bucket.dtype)
         is_last = not reduction.continues and part.partial_reduce_output is None
-        scales.add_in_tree(self.received, output, after if is_last else None)
-        del self.received
+        scales.add_in_tree(rows, output, after if is_last else None)
         return output, None if is_last else after
 
 
-# Phase 1: copy-in #
+# Copy-in #
 
 
-def _copy_in_all_to_all(
-    reduction: Reduction, parts: Sequence[BucketGrads]
-) -> GatherLayout:
-    """
-    Copies gradients into one buffer to send, and returns its layout: a region for each
-    dtype, as in a gather. One kernel copies all, viewed in the narrowest dtype, unless one
-    must be cast or cannot be chunked: then each bucket is copied by itself.
-    """
-    sizes = [(part.bucket.wire_dtype, part.bucket.shard_numel) for part in parts]
-    layout: GatherLayout = layouts.plan_all_to_all(*zip(*sizes))
-    world_size = reduction.shard_world_size
-    buffer = reduction.allocate(world_size * layout.segment_numel, layout.buffer_dtype)
-    chunks = [_as_chunks(part.bucket, part.unsharded_grads) for part in parts]
-    if all({*dtypes} == {bucket.wire_dtype} for bucket, _, dtypes in chunks):
-        dtype, tensors = layout.regions[-1].dtype, []
-        for i, numel in layout.slots:
-            if i is None:  # the kernel pads it to one row for each rank
-                numel = numel * layout.buffer_dtype.itemsize // dtype.itemsize
-                tensors.append(buffer.new_zeros(1, numel, dtype=dtype))
-            elif chunks[i][0].wire_dtype == dtype:
-                tensors += chunks[i][1]
-            else:  # a view lengthens the last dim
-                tensors += [g.unsqueeze(-1).view(dtype) for g in chunks[i][1]]
-        foreach_reduce_scatter_copy_in(tensors, buffer.view(dtype), world_size)
-    else:
-        columns = _view_columns(buffer, layout, world_size)
-        for part, rows in zip(parts, columns, strict=True):
-            copy_in_grads(part.bucket, part.unsharded_grads, rows)
-    for part in parts:
-        part.inputs = [buffer]
-        part.unsharded_grads.clear()
-    return layout
-
-
-def _view_columns(
-    buffer: Tensor, layout: GatherLayout, world_size: int
-) -> list[Tensor]:
-    """Views the inputs of ``layout`` in a buffer, each with one row for each rank."""
+def _as_columns(buffer: Tensor, layout: GatherLayout, world_size: int) -> list[Tensor]:
+    """Views a ``buffer`` (1D) as ``layout``'s inputs, each (world_size, numel)."""
     rows = buffer.view(world_size, layout.segment_numel)
     slots = [(i, region.dtype) for region in layout.regions for i, _ in region.slots]
     pieces = zip(slots, rows.split(layout.split_sizes, dim=1), strict=True)
@@ -492,24 +499,7 @@ def _chunk_cat(tensors: list[Tensor], rows: Tensor, by_operator: bool) -> None:
         )
 
 
-# Phase 2: over the shard group #
-
-
-def _all_to_all(
-    reduction: Reduction, parts: Sequence[BucketGrads], layout: GatherLayout
-) -> None:
-    """Exchanges the gradients of all ``parts`` in one collective."""
-    comm: Any = reduction.reduce_scatter_comm
-    (sent,) = parts[0].inputs
-    if allocates_anew(comm):
-        received = reduction.allocate(sent.numel(), sent.dtype)
-    else:  # the comm may return the memory that is being sent
-        received = torch.empty_like(sent)
-    group = reduction.reduce_scatter_group
-    comm.exchange(output_tensor=received, input_tensor=sent, group=group)
-    columns = _view_columns(received, layout, reduction.shard_world_size)
-    for part, rows in zip(parts, columns, strict=True):
-        part.way.received = rows
+# Partial reduces #
 
 
 @without_grad
@@ -625,10 +615,8 @@ def accumulate_sharded_grads(
             for i in indices:
                 fsdp_param = fsdp_params[i]
                 param = fsdp_param.sharded_param
-                size, stride = (
-                    fsdp_param.sharded_size,
-                    fsdp_param.contiguous_sharded_stride,
-                )
+                size = fsdp_param.sharded_size
+                stride = fsdp_param.contiguous_sharded_stride
                 sharded_grad = flat.as_strided(size, stride, base + starts[i])
                 is_plain = param.grad is None and not param._post_accumulate_grad_hooks
                 if is_plain and not rest and not fsdp_param.offload_to_cpu:
