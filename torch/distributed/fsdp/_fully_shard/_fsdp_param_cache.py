@@ -171,7 +171,7 @@ class Columns(NamedTuple):
 
 
 class GatherOutputs:
-    """The all-gather outputs of all parameters, which resizing their storages frees."""
+    """All parameters' 1D all-gather outputs, which resizing their storages frees."""
 
     def __init__(self, fsdp_params: Sequence[FSDPParam]):
         self.lists = [fsdp_param.all_gather_outputs for fsdp_param in fsdp_params]
@@ -297,14 +297,15 @@ class ParamGroupCache:
 
     def init_unsharded_params(self) -> None:
         """Makes the unsharded parameters from new all-gather outputs."""
-        for fsdp_param in self.fsdp_params:
-            try:
+        fsdp_param = self.fsdp_params[0]
+        try:
+            for fsdp_param in self.fsdp_params:
                 fsdp_param.init_unsharded_param()
-            except Exception as error:
-                if has_extension(fsdp_param):
-                    result = "(tensor, (tensor to free, ...))"
-                    note_extension(error, fsdp_param, "fsdp_post_all_gather", result)
-                raise
+        except Exception as error:
+            if has_extension(fsdp_param):
+                result = "(tensor, (tensor to free, ...))"
+                note_extension(error, fsdp_param, "fsdp_post_all_gather", result)
+            raise
         self.has_unsharded_params = not self._has_extensions  # those make theirs anew
 
     def keep_requires_grad(self) -> None:

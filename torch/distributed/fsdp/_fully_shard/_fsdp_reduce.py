@@ -116,19 +116,19 @@ class Reduction:
 
 @dataclass(eq=False)
 class BucketGrads:
-    """A bucket to reduce, with its parameters' gradients, and then what is in flight."""
+    """A bucket to reduce and its gradients, then the buffers that its reduction uses."""
 
     fsdp_params: list[FSDPParam]  # in slot order, as the gradients
     bucket: ReduceBucket
     unsharded_grads: list[Tensor]  # the copy-in drops them
-    # 1D: before its reduction that of earlier microbatches, after it if it was deferred
+    # (shard_numel,): that of earlier microbatches, and once deferred again the new one
     partial_reduce_output: Tensor | None = None
     consumer_stream: torch.Stream = field(init=False)  # reads the sharded gradients
     is_viewed: bool = False  # whether these gradients are views of the reduced buffer
     way: Any = None  # to send the bucket: `Packed`, ...
-    inputs: list[Tensor] = field(default_factory=list)  # of the collective, until
+    inputs: list[Tensor] = field(default_factory=list)  # the collective's, in use until
     reduce_scatter_event: torch.Event | None = None
-    post_reduce_stream: torch.Stream = field(init=False)  # reduces last, until
+    post_reduce_stream: torch.Stream = field(init=False)  # of the last phase, done at
     post_reduce_event: torch.Event = field(init=False)
     # 1D, the reduced buffer, if a stream uses it that did not allocate it
     all_reduce_input: Tensor | None = None
@@ -144,7 +144,7 @@ class BucketGrads:
 def make_parts(
     buckets: Sequence[ReduceBucket], fsdp_params: Sequence[FSDPParam], grads: list[Any]
 ) -> list[BucketGrads]:
-    """Moves gradients out of ``grads``, so that nothing else holds them."""
+    """Moves each bucket's gradients out of ``grads``, which is emptied to free them."""
     parts: list[BucketGrads] = []
     for bucket in buckets:
         params = [fsdp_params[i] for i in bucket.params]
@@ -154,7 +154,10 @@ def make_parts(
 
 
 def reduce_buckets(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
-    """Reduces buckets. All copy-ins come first, so that streams wait only once."""
+    """
+    Reduces buckets, called in the compute stream, in one order on all ranks. All copy-ins
+    come first, so that streams wait only once.
+    """
     handle = _get_device_handle(reduction.device.type)
     compute_stream, stream = handle.current_stream(), reduction.reduce_scatter_stream
     exchange, exchanged = Exchanged(), []
@@ -384,7 +387,7 @@ class CopyInPlan(NamedTuple):
 
 
 def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> None:
-    """Copies gradients of any dtypes to their columns of the ranks' ``rows``."""
+    """Copies gradients of any dtypes into ``rows`` (world_size, shard_numel)."""
     bucket, grads, dtypes = _as_chunks(bucket, grads)
     is_dense, is_observed = rows.is_contiguous(), gets_operators(rows.device)
     facts = dtypes, rows.dtype, rows.device, rows.size(0), is_dense, is_observed
@@ -471,7 +474,7 @@ def _copy_in_apart(
 
 
 def _view_by_rank(grad: Tensor, dim: int, world_size: int) -> Tensor:
-    """Views a gradient sharded on ``dim`` with the rank as its leading dim."""
+    """Views a gradient as (world_size, ..., size of ``dim`` / world_size, ...)."""
     if grad.size(dim) % world_size != 0:
         raise AssertionError(f"Shard({dim}) requires even sharding")
     return grad.unflatten(dim, (world_size, -1)).movedim(dim, 0)
@@ -480,14 +483,14 @@ def _view_by_rank(grad: Tensor, dim: int, world_size: int) -> Tensor:
 def foreach_reduce_scatter_copy_in(
     unsharded_grads: list[Tensor], reduce_scatter_input: Tensor, world_size: int
 ) -> None:
-    """Fills the rows of ``reduce_scatter_input`` (1D), one for each rank."""
+    """Fills ``reduce_scatter_input`` (1D), with a row for each rank."""
     row_numel = reduce_scatter_input.numel() // world_size
     rows = reduce_scatter_input.view(world_size, row_numel)
     _chunk_cat(unsharded_grads, rows, gets_operators(rows.device))
 
 
 def _chunk_cat(tensors: list[Tensor], rows: Tensor, by_operator: bool) -> None:
-    """Fills ``rows``, which are dense, with the chunks of ``tensors`` on dim 0."""
+    """Fills dense ``rows`` (world_size, numel) with chunks of ``tensors`` on dim 0."""
     world_size, row_numel = rows.size()
     if by_operator:
         getattr(torch.ops.fsdp, RELEASE.chunk_cat)(tensors, 0, world_size, out=rows)
@@ -506,7 +509,7 @@ def _chunk_cat(tensors: list[Tensor], rows: Tensor, by_operator: bool) -> None:
 def relayout(
     bucket: ReduceBucket, shard: Tensor, target_bucket: ReduceBucket, scaling: Scaling
 ) -> Tensor:
-    """Lays a rank's 1D partial reduce out as another bucket's, zeros in new slots."""
+    """Moves a partial reduce (1D) to another bucket's slots, zeros in new ones."""
     dtype = torch.promote_types(shard.dtype, target_bucket.dtype)
     target = shard.new_zeros(target_bucket.shard_numel, dtype=dtype)
     starts = dict(zip(bucket.params, bucket.starts))
@@ -559,7 +562,7 @@ def _reduce_batch(reduction: Reduction, parts: list[BucketGrads]) -> None:
 def _reduce_over_replicas(
     reduction: Reduction, parts: list[BucketGrads], sums: list[Tensor], factors: Factors
 ) -> torch.Event:
-    """All-reduces the sums of buckets together, and runs the user's hook."""
+    """All-reduces buckets' 1D sums together and runs the hook, in the last stream."""
     buffer, stream, (_, after, _, op) = sums[0], reduction.all_reduce_stream, factors
     group, hook = reduction.all_reduce_group, reduction.all_reduce_hook
     if len(sums) > 1:
