@@ -5,8 +5,7 @@ Caches that live across steps, and state transitions of a group's parameters.
 Most steps repeat the one before: the same shards, dtypes and outputs. Nothing announces
 that a parameter's data or its all-gather outputs were replaced, so what is cached is
 compared with the parameters at each use. Plans have dtypes and sizes only. The inputs of
-the last gather do have shards, which users free by `nn.Module._apply` (it reshards first)
-or by loading others: both drop these inputs.
+the last gather do have shards: `reset_sharded_param`, which replaces one, drops them.
 """
 
 from __future__ import annotations
@@ -85,6 +84,11 @@ class GatherInputs:
         self.are_on_host = device.type != "cpu" and any(t.is_cpu for t in tensors)
         # The tensors that each copy of the plan reads, once made
         self.sources: list[list[Tensor]] = []
+        # Those of which it reads views, which would be stale if their `data` were set
+        slots = [copy.region.slots[: copy.num_viewed] for copy in plan.copies]
+        viewed = [tensors[i] for i, _ in chain(*slots) if i is not None]
+        self.viewed = [tensor for tensor in viewed if type(tensor) is Tensor]
+        self.addresses = [tensor.data_ptr() for tensor in self.viewed]
 
     def make_sources(self) -> list[list[Tensor]]:
         """Returns tensors and padding, viewed in the dtype of a copy without casts."""
@@ -96,7 +100,7 @@ class GatherInputs:
             ]
             inputs[:num_viewed] = view_as(region.dtype, inputs[:num_viewed])
             sources.append(inputs)
-        if all(map(torch.Tensor.is_contiguous, tensors)):  # else some are copies
+        if {tensor.stride(0) for tensor in tensors} == {1}:  # else some are copies
             self.sources = sources
         return sources
 
@@ -105,7 +109,8 @@ def view_as(dtype: torch.dtype, shards: Sequence[Tensor]) -> list[Tensor]:
     try:
         return [shard.view(dtype) for shard in shards]
     except RuntimeError:  # one is not dense, loaded with `assign=True`
-        return [shard.contiguous().view(dtype) for shard in shards]
+        dense = torch.contiguous_format
+        return [shard.clone(memory_format=dense).view(dtype) for shard in shards]
 
 
 def get_shards(fsdp_params: Sequence[Any]) -> list[Tensor]:
@@ -214,8 +219,7 @@ class ParamGroupCache:
         self.noted_facts: list[tuple] | None = None  # see `get_facts`
         # See [Note: Microbatches]
         self.upcast_by_autograd: list[FSDPParam] = []
-        # The parameters registered instead of the sharded ones, and the `requires_grad`
-        # that they, or while sharded ones are registered the unsharded ones, have had
+        # The parameters registered instead of the sharded ones, their `requires_grad`
         self._registered: list[Any] = []
         self._flags: list[bool] = []
         # `_registered`, a parameter and its marks. False: it may have been written to
@@ -245,7 +249,8 @@ class ParamGroupCache:
         tensors, dtypes = get_shards(params), [p.param_dtype for p in params]
         facts = dtypes, self.direct_memory.gather_min_nbytes
         if held and held.plan.facts == facts and all(map(is_, tensors, held.tensors)):
-            return held
+            if held.addresses == [tensor.data_ptr() for tensor in held.viewed]:
+                return held
         return self._prepare_anew(tensors, dtypes, None)
 
     def _prepare_anew(self, tensors: list, dtypes: list, counts: Any) -> GatherInputs:
@@ -311,7 +316,7 @@ class ParamGroupCache:
     def keep_requires_grad(self) -> None:
         """Gives sharded parameters the flags that users have set on registered ones."""
         flags, noted_flags = [p.requires_grad for p in self._registered], self._flags
-        if flags and flags != noted_flags:
+        if flags != noted_flags:
             for fsdp_param, flag, noted in zip(self.fsdp_params, flags, noted_flags):
                 if flag is not noted:
                     fsdp_param.sharded_param.requires_grad_(flag)
@@ -333,17 +338,15 @@ class ParamGroupCache:
             return params
         with torch._C.DisableTorchFunctionSubclass():  # DTensor overrides nothing
             flags = [p.sharded_param.requires_grad for p in fsdp_params]
-        if flags != self._flags:
-            for param in [p for p, f in zip(params, flags) if p.requires_grad is not f]:
-                param.requires_grad_(not param.requires_grad)
-            self._flags = flags
+        if flags != [param.requires_grad for param in params]:
+            for param, flag in zip(params, flags):
+                param.requires_grad_(flag)
+        self._flags = flags
         self._register(params, ShardedState.UNSHARDED)
         return params
 
     def _to_sharded(self) -> list[Any]:
         self.keep_requires_grad()
-        if self.fsdp_params[0].sharded_state is not ShardedState.UNSHARDED:
-            self._flags = []
         if self._free_together():
             params = [p.sharded_param for p in self.fsdp_params]
             self._register(params, ShardedState.SHARDED)

@@ -373,7 +373,6 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         if self._training_state is TrainingState.IDLE:
             # By users, or before `nn.Module._apply` replaces the parameters
             registrations.keep_grad_dtypes(self)
-            self._cache.held_inputs = None
             self.comm_ctx.free_resharded()
 
     # Runtime: forward #
