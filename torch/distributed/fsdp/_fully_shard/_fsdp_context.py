@@ -31,6 +31,8 @@ from ._fsdp_reduce import BucketGrads, reduce_buckets, Reduction
 if TYPE_CHECKING:
     from ._fsdp_param_group import FSDPParamGroup
 
+Parts = Sequence[BucketGrads]
+
 # See [Note: Holding reduced buffers]
 _MAX_HELD_NBYTES = 512 * 2**20
 
@@ -176,9 +178,9 @@ class FSDPCommContext:
         self,
         group: FSDPParamGroup,
         reduction: Reduction,
-        parts: Sequence[BucketGrads],
+        parts: Parts,
         reduce: Callable[..., None] = reduce_buckets,
-    ) -> Sequence[BucketGrads]:
+    ) -> Parts:
         """
         Reduces buckets at once, or by collective if the comm or a plugin needs that, and
         holds what is in use. Returns them in the order of their reductions.
@@ -186,7 +188,7 @@ class FSDPCommContext:
         batches = [parts]
         if reduction.holds_one_input or reduce is not reduce_buckets:
             batches = layouts.by_collective(parts)
-        previous: Sequence[BucketGrads] = ()
+        previous: Parts = ()
         try:
             for batch in batches:
                 if previous and reduction.holds_one_input:
@@ -196,16 +198,14 @@ class FSDPCommContext:
                 reduce(reduction, batch)
                 previous = batch
         except BaseException:
-            streams = reduction.reduce_scatter_stream, reduction.all_reduce_stream
-            self.wait_after_error(*streams)
+            scatter_stream = reduction.reduce_scatter_stream
+            self.wait_after_error(scatter_stream, reduction.all_reduce_stream)
             raise
         parts = [part for batch in batches for part in batch]
         self._hold_reduce_buffers(group, parts)
         return parts
 
-    def _hold_reduce_buffers(
-        self, group: FSDPParamGroup, parts: Sequence[BucketGrads]
-    ) -> None:
+    def _hold_reduce_buffers(self, group: FSDPParamGroup, parts: Parts) -> None:
         """Holds inputs and reduced buffers, and the last event of each stream."""
         current_stream = self.device_handle.current_stream()
         # Buckets may share an input or a buffer, which the last of them uses last
@@ -219,11 +219,9 @@ class FSDPCommContext:
                 event = part.reduce_scatter_event
                 inputs |= dict.fromkeys(part.inputs)
             if (buffer := part.all_reduce_input) is not None:
-                # Over a single rank the buffer is the input
-                is_input = buffer in inputs
-                streams[buffer] = (
-                    current_stream if is_input else self.reduce_scatter_stream
-                )
+                streams[buffer] = self.reduce_scatter_stream
+                if buffer in inputs:  # over a single rank
+                    streams[buffer] = current_stream
         if inputs:
             handoff = Handoff((*inputs,), event, (current_stream,), group)
             self.reduce_scatter_states.append(handoff)
@@ -240,21 +238,18 @@ class FSDPCommContext:
         self.device_handle.current_stream().wait_stream(earlier)
 
     def join_small(
-        self,
-        group: FSDPParamGroup,
-        reduction: Reduction,
-        parts: Sequence[BucketGrads],
-    ) -> Sequence[BucketGrads]:
+        self, group: FSDPParamGroup, reduction: Reduction, parts: Parts
+    ) -> Parts:
         """
         Lets small buckets wait for a reduction with those of other units, at the cap or at
         the end of this backward, be it inside of another. Returns those that do not wait.
         """
         cap: Any = group.reduce_bucket_cap
         key, remaining = reduction.scaling, []
-        # After a deferral replicas may have different buckets
-        is_deferred = group._has_deferred or reduction.defers_all_reduce
         is_plain = reduction.is_default and reduction.all_reduce_hook is None
-        if is_deferred or group._partial_reduces or not is_plain:
+        # After a deferral replicas may have different buckets
+        has_deferred = group._has_deferred or reduction.defers_all_reduce
+        if has_deferred or group._partial_reduces or not is_plain:
             return parts
         for batch in layouts.by_collective(parts):
             buckets = [part.bucket for part in batch]
@@ -282,7 +277,7 @@ class FSDPCommContext:
             self.recycle_reduce_buffers(group)
             joined = self.joined_reductions.pop(key)
             current_stream = self.device_handle.current_stream()
-            streams = dict.fromkeys(s for s in joined.streams if s != current_stream)
+            streams = {s: None for s in joined.streams if s != current_stream}
             for stream in streams:
                 current_stream.wait_stream(stream)
             try:

@@ -63,8 +63,8 @@ def _plan_buckets(
     earlier: Mapping[int, BucketKey],
 ) -> tuple[ReduceBucket, ...]:
     """
-    Plans the buckets of gradients of these dtypes, None where there is none. ``earlier``:
-    which parameters have partial reduces, and in which dtypes.
+    Plans buckets by the gradients' dtypes, None for no gradient, and by ``earlier``: which
+    parameters have partial reduces, under which keys.
     """
     fsdp_params, min_nbytes = cache.fsdp_params, cache.direct_memory.min_nbytes
     reduce_dtypes = {
@@ -78,15 +78,14 @@ def _plan_buckets(
         promoted: dict[torch.dtype, torch.dtype] = {}
         sets_none = [p.mp_policy.reduce_dtype is None for p in fsdp_params]
         stored = [p.sharded_param.dtype for p in fsdp_params]
-        pairs = [*reduce_dtypes.items(), *((i, key[0]) for i, key in earlier.items())]
-        pairs = [(i, dtype) for i, dtype in pairs if sets_none[i]]
-        for i, dtype in pairs:
-            other = promoted.setdefault(stored[i], dtype)
-            if other != dtype:  # two equal float8 dtypes cannot be promoted
-                promoted[stored[i]] = torch.promote_types(other, dtype)
-        reduce_dtypes |= {
-            i: promoted[stored[i]] for i, _ in pairs if i in reduce_dtypes
-        }
+        earlier_dtypes = ((i, dtype) for i, (dtype, _) in earlier.items())
+        for i, dtype in [*reduce_dtypes.items(), *earlier_dtypes]:
+            # Two equal float8 dtypes cannot be promoted
+            if sets_none[i] and promoted.setdefault(stored[i], dtype) != dtype:
+                promoted[stored[i]] = torch.promote_types(promoted[stored[i]], dtype)
+        for i in reduce_dtypes:
+            if sets_none[i]:
+                reduce_dtypes[i] = promoted[stored[i]]
     by_param = [(i, fsdp_params[i], dtype) for i, dtype in reduce_dtypes.items()]
     slots = [make_slot(*item, min_nbytes) for item in by_param]
     keys = [layouts.bucket_key(fsdp_param, dtype) for _, fsdp_param, dtype in by_param]
@@ -120,13 +119,12 @@ class Accumulation:
         upcast: list[Any] = []
         for fsdp_param in fsdp_params:
             compute_dtype = fsdp_param.param_dtype or fsdp_param.orig_dtype
-            dtype = self._grad_dtype_of(fsdp_param)
-            # What is first summed over another mesh is summed in the wider dtype
-            if dtype is None or fsdp_param.may_reduce_grad_outside_dp:
-                continue
-            if dtype.is_floating_point and compute_dtype.is_floating_point:
-                if dtype.itemsize > compute_dtype.itemsize:
-                    upcast.append(fsdp_param)
+            dtype = self._grad_dtype_of(fsdp_param) or compute_dtype
+            is_wider = dtype.itemsize > compute_dtype.itemsize
+            are_floats = dtype.is_floating_point and compute_dtype.is_floating_point
+            # Gradients that are first summed over another mesh need the wider dtype there
+            if is_wider and are_floats and not fsdp_param.may_reduce_grad_outside_dp:
+                upcast.append(fsdp_param)
         return upcast
 
     def begin_backward(self, cache: ParamGroupCache, *, reduces: bool) -> None:
@@ -139,15 +137,11 @@ class Accumulation:
         """Adds the new gradients to those that FSDP keeps apart."""
 
     def end_backward(self, cache: ParamGroupCache) -> None:
-        """
-        Turns upcasting on again, and upcasts gradients that were not popped. Is called
-        when unsharded parameters are made as well.
-        """
+        """Turns upcasting on (in new parameters as well), and upcasts gradients left."""
         for fsdp_param, param in _unsharded_params(cache.upcast_by_autograd):
-            dtype = self._grad_dtype_of(fsdp_param)
             # A gradient must have the dtype that is set
             grad, param.grad = param.grad, None
-            param.grad_dtype = dtype  # also if frozen, as that may end
+            param.grad_dtype = dtype = self._grad_dtype_of(fsdp_param)  # also if frozen
             if grad is not None:
                 param.grad = grad.to(dtype)
 
@@ -167,16 +161,14 @@ class Accumulation:
         grad, param.grad = param.grad, None
         return grad
 
-    def pop_grads(
-        self, fsdp_params: Sequence[FSDPParam], *, zeros_for_unused: bool
-    ) -> list[Tensor | None]:
+    def pop_grads(self, group: FSDPParamGroup) -> list[Tensor | None]:
         """Pops the accumulated or new gradients, None or zeros where there is none."""
-        if zeros_for_unused:
-            self.check_zeros(fsdp_params)
+        if zeros_for_unused := group.reduce_scatter_unused_params:
+            self.check_zeros(group.fsdp_params)
         grads: list[Tensor | None] = []
-        for fsdp_param in fsdp_params:
-            param: nn.Parameter | None = getattr(fsdp_param, "_unsharded_param", None)
+        for fsdp_param in group.fsdp_params:
             # None if it was never unsharded
+            param: nn.Parameter | None = getattr(fsdp_param, "_unsharded_param", None)
             grad = None if param is None else self.pop(fsdp_param, param)
             if grad is not None:
                 if fsdp_param.is_dtensor:
@@ -238,11 +230,10 @@ _kind = Accumulation if RELEASE.accumulates_by_autograd else AccumulationBefore2
 accumulation = _kind()
 
 
-def accumulate_empty_grads(
-    fsdp_params: Sequence[FSDPParam], grads: list[Tensor | None], stream: torch.Stream
-) -> None:
+def accumulate_empty_grads(group: FSDPParamGroup, grads: list[Tensor | None]) -> None:
     """Pops gradients without elements, which no kernel or collective accepts."""
-    for i, (fsdp_param, grad) in enumerate(zip(fsdp_params, grads)):
+    stream = group.device_handle.current_stream()
+    for i, (fsdp_param, grad) in enumerate(zip(group.fsdp_params, grads)):
         if grad is not None and grad.numel() == 0:
             grads[i] = None
             param = fsdp_param.sharded_param
@@ -288,10 +279,9 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         self, cache: ParamGroupCache, grads: list[Tensor | None], *, defers: bool
     ) -> tuple[ReduceBucket, ...]:
         """
-        Returns the buckets of gradients, in the order that all ranks reduce them in. A
-        parameter that has only a partial reduce gets zeros, as other ranks may have a
-        gradient for it. Before 2.15 not in a unit without any gradient, if this
-        microbatch ``defers`` the all-reduce.
+        Returns the buckets to reduce, in the same order on all ranks. A parameter with only
+        a partial reduce gets zeros, as other ranks may have a gradient for it; before 2.15
+        not in a unit without any gradient, if this microbatch ``defers`` the all-reduce.
         """
         fsdp_params = cache.fsdp_params
         earlier = {i: key for key, p in self.items() for i in p.bucket.params}
@@ -310,10 +300,7 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         return buckets
 
     def get_output(self, reduction: Reduction, bucket: ReduceBucket) -> Tensor | None:
-        """
-        Returns the partial reduces of a bucket's parameters, laid out like it, whatever
-        they were reduced in.
-        """
+        """Returns the sum of the bucket's partial reduces, whatever they were reduced in."""
         output, stream = None, reduction.reduce_scatter_stream
         for partial in self.values():
             if partial.bucket == bucket:

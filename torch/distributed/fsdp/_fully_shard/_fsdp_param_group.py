@@ -202,7 +202,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         policy, are_named = self._resolved_policy
         is_resolved = self.mp_policy is policy and are_named
         has_changed = cache.noted_facts != cache.get_facts()
-        if not has_changed and is_resolved and not is_replaced:
+        if is_resolved and not (has_changed or is_replaced):
             return
         cache.noted_facts = None  # if any of this fails, or a plugin may set any dtypes
         registrations.check_materialized(self)
@@ -304,8 +304,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         """Completes a started unshard: copies out and registers the parameters."""
         if (result := self._all_gather_result) is None:
             return
-        in_forward = self._training_state == TrainingState.FORWARD
-        if in_forward:
+        if in_forward := self._training_state == TrainingState.FORWARD:
             self.comm_ctx.release_all_gather_state_for_comm_reuse()
         # A plugin may have started the gather
         group: Any = self._all_gather_group or self._get_gather_group()
@@ -348,9 +347,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         parts = type(self._all_gather_comm), copy_out
         if parts != (comms.DefaultAllGather, _COPY_OUT) or self._use_post_forward_mesh:
             return False
-        params: list[Any] = (
-            self.fsdp_params if releases.RELEASE.may_keep_storage else []
-        )
+        params: Any = self.fsdp_params if releases.RELEASE.may_keep_storage else ()
         return not any(p.keep_unsharded_storage for p in params)
 
     @releases.not_type_checked
@@ -451,10 +448,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         cache = self._get_cache()
         accumulation.add_up(self)
         with self._range("FSDP::post_backward_reshard"):
-            grads: list[Tensor | None] | None = None
-            if self.reduce_grads:
-                zeros = self.reduce_scatter_unused_params
-                grads = accumulation.pop_grads(self.fsdp_params, zeros_for_unused=zeros)
+            grads = accumulation.pop_grads(self) if self.reduce_grads else None
             if self.reshard_after_backward:
                 self.reshard()
             else:
@@ -474,8 +468,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         """Reduces gradients, None where a parameter has none, bucket by bucket."""
         cache, context = self._cache, self.comm_ctx
         if cache.has_empty_params:
-            stream = self.device_handle.current_stream()
-            gradients.accumulate_empty_grads(self.fsdp_params, grads, stream)
+            gradients.accumulate_empty_grads(self, grads)
         context.recycle_reduce_buffers(self)
         partial_reduces, defers = self._partial_reduces, not self.all_reduce_grads
         buckets: Any = partial_reduces.plan(cache, grads, defers=defers)
@@ -512,9 +505,8 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
             for part in parts:
                 self._post_reduce_event = part.post_reduce_event
                 if (output := part.partial_reduce_output) is not None:
-                    partial_reduces[part.bucket.key] = PartialReduce(
-                        part.bucket, output
-                    )
+                    kept = PartialReduce(part.bucket, output)
+                    partial_reduces[part.bucket.key] = kept
 
     def _make_reduction(self, num_buckets: int, groups: tuple[Any, Any]) -> Reduction:
         """Returns the settings that the unit's buckets are reduced with now."""
@@ -543,7 +535,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         )
 
     def _wait_for_post_backward(self) -> None:
-        """Lets compute wait for the group's last reduction, if none has done so."""
+        """Lets the current stream wait for the group's last reduction, once."""
         if (event := self._post_reduce_event) is not None:
             self.comm_ctx.wait_current_stream(event)
             self._post_reduce_event = None
@@ -575,10 +567,9 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         self._reshard_after_forward_event = None
         self._post_backward_pending = False
         self._training_state = TrainingState.IDLE
-        # Also if it is sharded: what failed may have left outputs or registrations
-        self._cache.to_state(ShardedState.SHARDED)
-        self._sharded_state = ShardedState.SHARDED
-        self.comm_ctx.hold_resharded(self._direct_memory)
+        # A failed step may have left outputs or registrations even if it is sharded
+        self._sharded_state = ShardedState.UNSHARDED
+        self._to_state(ShardedState.SHARDED)
         self.comm_ctx.free_resharded()
 
     def _drop_iteration_state(self) -> None:
@@ -611,6 +602,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
 
     @torch._disable_dynamo
     def _prefetch_after_backward(self) -> None:
+        """Starts the gathers that `BACKWARD_POST` has left for the end of backward."""
         targets, self._to_prefetch_after = self._to_prefetch_after, []
         for target in targets:
             if target._post_forward_indices:  # else its backward is over: a child's
