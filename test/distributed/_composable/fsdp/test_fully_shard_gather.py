@@ -255,10 +255,10 @@ class Listening(nn.Module):
 class Affine(nn.Module):
     """A copy without casts views the shard of ``bias`` in bf16."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 8) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(8, 8, dtype=BF16))
-        self.bias = nn.Parameter(torch.ones(8))
+        self.weight = nn.Parameter(torch.ones(size, size, dtype=BF16))
+        self.bias = nn.Parameter(torch.ones(size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.weight.to(x.dtype) + self.bias
@@ -281,39 +281,48 @@ class TestExplicitUnshard(utils.FakeGroupTest):
             self.assertIs(linear.weight, sharded)
             self.assertEqual([*map(id, listening.given)], [id(unsharded), id(sharded)])
 
-    @parametrize("change", ["load", "to", "lazy_init"])
+    @parametrize("change", ["load", "to", "to after an error", "reset"])
     def test_a_replaced_shard_is_freed_at_once(self, change: str) -> None:
         """Not at the next gather: users move models off a device to free it."""
-        model = fully_shard(Affine(), mesh=self.mesh)
+        model = fully_shard(Affine(), mesh=self.mesh, reshard_after_forward=True)
         model(torch.zeros(8)).sum().backward()
         model.zero_grad()
         shard = StorageWeakRef(model.bias.to_local().untyped_storage())
         state = {k: v + 1 for k, v in model.state_dict().items()}
         if change == "load":
             model.load_state_dict(state, assign=True)
-        elif change == "to":
-            model.to(FP64)
+        elif change == "reset":
+            for name, fsdp_param in zip(state, comms.group_of(model).fsdp_params):
+                model._parameters[name] = nn.Parameter(state[name])
+                fsdp_param.reset_sharded_param()
         else:
-            model.bias = nn.Parameter(state["bias"])
-            comms.group_of(model)._reset_sharded_params = False
-            comms.group_of(model).lazy_init()
+            if change == "to after an error":
+                with self.assertRaises(RuntimeError):
+                    model(torch.zeros(7))
+            model.to(FP64)
         del state
         self.assertTrue(shard.expired())
 
     @parametrize("is_dense", [False, True])
-    def test_a_gather_sends_what_shards_are_now(self, is_dense: bool) -> None:
-        model = fully_shard(Affine(), mesh=self.mesh)
+    @parametrize("size", [2, 8])
+    def test_a_gather_sends_what_shards_are_now(
+        self, is_dense: bool, size: int
+    ) -> None:
+        model = fully_shard(Affine(size), mesh=self.mesh)
         for start in (1.0, 5.0):
-            shard = torch.ones(4, 2)[:, 0]
-            shard = shard.contiguous() if is_dense else shard
+            shard = torch.ones(size // 2, 2)[:, 0]
+            shard = shard.clone() if is_dense else shard
             bias = DTensor.from_local(shard, self.mesh, [Shard(0)], run_check=False)
             model.load_state_dict({"bias": bias}, assign=True, strict=False)
             for value in (start, start + 1, start + 2):
                 shard.fill_(value)
-                output = model(torch.zeros(8, requires_grad=True))
-                self.assertEqual(output[:4].tolist(), [value] * 4)
+                output = model(torch.zeros(size, requires_grad=True))
+                self.assertEqual(output.tolist(), [value] * size)
                 output.sum().backward()
                 model.zero_grad()
+        _, bias = comms.group_of(model).fsdp_params
+        bias._sharded_param_data.data = torch.full((size // 2,), 9.0)
+        self.assertEqual(model(torch.zeros(size)).tolist(), [9.0] * size)
 
     def test_requires_grad_may_change_in_each_state(self) -> None:
         model = fully_shard(Affine(), mesh=self.mesh)
@@ -322,8 +331,25 @@ class TestExplicitUnshard(utils.FakeGroupTest):
             model.unshard()
             self.assertEqual(model.bias.requires_grad, not flag)
             model.bias.requires_grad_(flag)
+            unsharded = model.bias
             model.reshard()
             self.assertEqual(model.bias.requires_grad, flag)
+            unsharded.requires_grad_(not flag)  # is not the module's parameter now
+            model.unshard()
+            self.assertEqual(model.bias.requires_grad, flag)
+            model.reshard()
+
+    def test_modules_that_are_equal_have_their_own_parameters(self) -> None:
+        class Same(nn.Linear):
+            __eq__ = lambda self, other: type(other) is Same  # noqa: E731
+            __hash__ = lambda self: 1  # noqa: E731
+
+        pair = nn.Sequential(Same(4, 4), Same(4, 4))
+        pair[1].weight = pair[0].weight
+        fully_shard(pair, mesh=self.mesh)
+        pair.unshard()
+        self.assertEqual({type(p.data) for p in pair.parameters()}, {torch.Tensor})
+        self.assertIs(pair[0].weight, pair[1].weight)
 
     def test_inputs_of_a_fake_gather_are_not_held(self) -> None:
         model = fully_shard(Affine(), mesh=self.mesh)

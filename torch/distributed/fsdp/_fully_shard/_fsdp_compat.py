@@ -291,10 +291,11 @@ def foreach_reduce(
     if reduction.plugins is not None:
         reduction.plugins.prepare_part(part, reduction.shard_world_size)
     reduce_buckets(reduction, [part])
-    done, reduced = part.post_reduce_event, part.all_reduce_input
     scattered = part.inputs[0], part.reduce_scatter_event
-    all_reduced = reduced, None if reduced is None else done, part.partial_reduce_output
-    return ReduceResult(*scattered, part.post_reduce_stream, done, *all_reduced)
+    done = part.post_reduce_stream, part.post_reduce_event
+    reduced = part.all_reduce_input
+    event = None if reduced is None else part.all_reduce_event
+    return ReduceResult(*scattered, *done, reduced, event, part.partial_reduce_output)
 
 
 _HIDDEN = "copy_in", RELEASE.lacking_argument
@@ -344,6 +345,7 @@ def reduce_monkeypatched(
         part.post_reduce_stream = result.post_reduce_stream
         part.post_reduce_event = result.post_reduce_event
         part.all_reduce_input = result.all_reduce_input
+        part.all_reduce_event = result.all_reduce_event
         part.partial_reduce_output = result.partial_reduce_output
 
 

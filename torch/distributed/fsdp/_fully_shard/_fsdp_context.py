@@ -23,7 +23,7 @@ from . import _fsdp_layout as layouts
 from ._fsdp_collectives import AllGatherResult
 from ._fsdp_common import TrainingState
 from ._fsdp_direct import DirectMemory
-from ._fsdp_grads import JoinedReduction
+from ._fsdp_grads import JoinedReduction, PartialReduces
 from ._fsdp_observers import range_of
 from ._fsdp_reduce import BucketGrads, reduce_buckets, Reduction
 
@@ -179,11 +179,13 @@ class FSDPCommContext:
         group: FSDPParamGroup,
         reduction: Reduction,
         parts: Parts,
+        partial_reduces: PartialReduces,
         reduce: Callable[..., None] = reduce_buckets,
     ) -> Parts:
         """
-        Reduces buckets at once, or by collective if the comm or a plugin needs that, and
-        holds what is in use. Returns them in the order of their reductions.
+        Reduces buckets, with their ``partial_reduces``, at once, or by collective if the
+        comm or a plugin needs that, and holds what is in use. Returns them in the order of
+        their reductions.
         """
         batches = [parts]
         if reduction.holds_one_input or reduce is not reduce_buckets:
@@ -195,6 +197,8 @@ class FSDPCommContext:
                     self.wait_current_stream(previous[-1].reduce_scatter_event)
                     for part in previous:  # the comm may now give this memory again
                         part.inputs = []
+                for part in batch:
+                    partial_reduces.prepare(reduction, part)
                 reduce(reduction, batch)
                 previous = batch
         except BaseException:
@@ -228,7 +232,7 @@ class FSDPCommContext:
         if streams:
             is_viewed = all(part.is_viewed for part in parts)
             nbytes = 0 if is_viewed else sum(buffer.nbytes for buffer in streams)
-            event, allocating = parts[-1].post_reduce_event, (*streams.values(),)
+            event, allocating = parts[-1].all_reduce_event, (*streams.values(),)
             handoff = Handoff((*streams,), event, allocating, group, nbytes)
             self.all_reduce_states.append(handoff)
 
@@ -281,7 +285,7 @@ class FSDPCommContext:
             for stream in streams:
                 current_stream.wait_stream(stream)
             try:
-                self.reduce(group, joined.reduction, joined.join())
+                self.reduce(group, joined.reduction, joined.join(), PartialReduces())
             finally:  # these streams may reuse the memory of the gradients
                 for stream in streams:
                     stream.wait_stream(current_stream)

@@ -299,7 +299,14 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
             buckets = cache.buckets[pattern] = _plan_buckets(cache, dtypes, earlier)
         return buckets
 
-    def get_output(self, reduction: Reduction, bucket: ReduceBucket) -> Tensor | None:
+    def prepare(self, reduction: Reduction, part: BucketGrads) -> None:
+        """Lets plugins prepare a bucket's gradients, and adds its partial reduces."""
+        if reduction.plugins is not None:
+            reduction.plugins.prepare_part(part, reduction.shard_world_size)
+        if self:
+            part.partial_reduce_output = self._get_output(reduction, part.bucket)
+
+    def _get_output(self, reduction: Reduction, bucket: ReduceBucket) -> Tensor | None:
         """Returns the sum of the bucket's partial reduces, whatever they were reduced in."""
         output, stream = None, reduction.reduce_scatter_stream
         for partial in self.values():

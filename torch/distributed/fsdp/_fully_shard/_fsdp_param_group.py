@@ -486,18 +486,13 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         with self._range("FSDP::post_backward_reduce"):
             self._wait_for_post_backward()
             parts: Any = make_parts(buckets, self.fsdp_params, grads)
-            for part in parts:
-                if reduction.plugins is not None:
-                    reduction.plugins.prepare_part(part, reduction.shard_world_size)
-                if partial_reduces:
-                    output = partial_reduces.get_output(reduction, part.bucket)
-                    part.partial_reduce_output = output
             if is_default and self.reduce_bucket_cap is not None:
                 parts = context.join_small(self, reduction, parts)
                 if not parts:
                     return
             try:
-                parts = context.reduce(self, reduction, parts, reduce)
+                args = self, reduction, parts, partial_reduces, reduce
+                parts = context.reduce(*args)
             except BaseException as error:
                 self._agreement.add_note(error, [part.bucket for part in parts])
                 raise

@@ -132,6 +132,7 @@ class BucketGrads:
     post_reduce_event: torch.Event = field(init=False)
     # 1D, the reduced buffer, if a stream uses it that did not allocate it
     all_reduce_input: Tensor | None = None
+    all_reduce_event: torch.Event | None = None  # after its last use
 
     @property
     def partial_dtype(self) -> torch.dtype:
@@ -557,6 +558,7 @@ def _reduce_batch(reduction: Reduction, parts: list[BucketGrads]) -> None:
     for part in parts:
         part.reduce_scatter_event = scattered
         part.post_reduce_stream, part.post_reduce_event = stream, done
+        part.all_reduce_event = done
 
 
 def _reduce_over_replicas(
