@@ -168,8 +168,10 @@ def foreach_all_gather(
                 fields = plan.dtypes, plan.numels, plan.split_sizes
                 sent = stage_direct(inputs, device) if plan.direct else []
             else:
-                args = *in_use, fsdp_params, group, device, comm
                 plan, sent = None, []
+                param_inputs = _get_param_all_gather_inputs(fsdp_params)
+                metadatas = _get_all_gather_input_metadatas(param_inputs)
+                args = param_inputs, metadatas, group, device, comm
                 output, segment, fields = stage_inputs(*args)
         stream.wait_stream(all_gather_copy_in_stream)
         with device_handle.stream(stream):

@@ -181,11 +181,9 @@ def _check_buffer(comm: Any, buffer: Tensor, wanted: tuple, gathers: bool) -> No
     numel, dtype, device = wanted
     has_dtype = buffer.dtype == dtype or not gathers
     if buffer.numel() != numel or buffer.device.type != device.type or not has_dtype:
-        raise ValueError(
-            f"{type(comm).__name__}.allocate returned {buffer.numel()} elements of "
-            f"{buffer.dtype} on {buffer.device}: return {numel} contiguous elements of "
-            f"{dtype} on {device}"
-        )
+        found = f"{buffer.numel()} elements of {buffer.dtype} on {buffer.device}"
+        fix = f"return {numel} contiguous elements of {dtype} on {device}"
+        raise ValueError(f"{type(comm).__name__}.allocate returned {found}: {fix}")
 
 
 _DEFAULTS = (DefaultAllGather, DefaultReduceScatter)

@@ -126,7 +126,7 @@ class PluginNames:
         that defers all-reduces sets it to None or as many elements. Since 2.15 the root
         refuses to finalize backward by hand unless it is None.
         """
-        outputs = tuple(p.output for p in self._partial_reduces.values())
+        outputs = tuple(output for _, output in self._partial_reduces.values())
         return outputs if len(outputs) > 1 else next(iter(outputs), None)
 
     @_partial_reduce_output.setter
@@ -162,20 +162,17 @@ def _get_all_gather_input_metadatas(
 
 
 def stage_inputs(
-    get_inputs: Callable[..., Any],
-    get_metadatas: Callable[..., Any],
-    fsdp_params: list[FSDPParam],
+    param_inputs: list[list[Tensor]],
+    metadatas: tuple[list, list, torch.dtype],
     group: dist.ProcessGroup,
     device: torch.device,
     comm: AllGather,
 ) -> tuple[Tensor, Tensor, tuple[list, list, list[int]]]:
     """
-    Returns buffer and segment (1D) and the last fields of a gather's result, for the
-    inputs of a plugin that has replaced one of the two functions above.
+    Returns buffer and segment (1D) and the last fields of a gather's result, given the
+    results of the two functions above, of which a plugin has replaced one.
     """
-    param_inputs = get_inputs(fsdp_params)
-    dtypes, numels, dtype = get_metadatas(param_inputs)
-    inputs = [*chain.from_iterable(param_inputs)]
+    (dtypes, numels, dtype), inputs = metadatas, [*chain.from_iterable(param_inputs)]
     if dtype == torch.uint8:
         inputs = [tensor.view(torch.uint8) for tensor in inputs]
     split_sizes = [tensor.numel() for tensor in inputs]
@@ -192,9 +189,8 @@ def check_uniform(
     """Raises if a custom ``all_gather_output_fn`` would get several dtypes."""
     if len({*chain(*dtypes)}) > 1:
         names = ", ".join(str(p._param_fqn) for p in fsdp_params)
-        raise NotImplementedError(
-            f"_all_gather_output_fn takes units of one dtype only, not {names}"
-        )
+        fault = "_all_gather_output_fn needs units of one dtype"
+        raise NotImplementedError(f"{fault}, not {names}")
 
 
 def get_copy_out_options(default: Any, output_fn: Any) -> dict[str, Any]:
@@ -271,17 +267,11 @@ def foreach_reduce(
     """
     prepare = prepare_reduce_scatter_inputs or _default_reduce_scatter_input_fn
     replaceable = CopyInPlugins(copy_in, prepare)
+    scatter = reduce_scatter_group, reduce_scatter_stream, reduce_scatter_comm
+    all_reduce = all_reduce_group, all_reduce_stream, all_reduce_grads, all_reduce_hook
+    scaling = gradient_divide_factor, force_sum_reduction_for_comms
     reduction = Reduction(
-        reduce_scatter_group=reduce_scatter_group,
-        reduce_scatter_stream=reduce_scatter_stream,
-        reduce_scatter_comm=reduce_scatter_comm,
-        all_reduce_group=all_reduce_group,
-        all_reduce_stream=all_reduce_stream,
-        all_reduce_grads=all_reduce_grads,
-        all_reduce_hook=all_reduce_hook,
-        gradient_divide_factor=gradient_divide_factor,
-        force_sum_reduction_for_comms=force_sum_reduction_for_comms,
-        device=device,
+        *(*scatter, *all_reduce, *scaling, device),
         plugins=None if replaceable == DEFAULT_COPY_IN else replaceable,
         clones_output=not allocates_anew(reduce_scatter_comm),
     )
@@ -339,14 +329,10 @@ def reduce_monkeypatched(
         bound = _REDUCE_SIGNATURE.bind(**{name: values[name] for name in names})
         result = ReduceResult._make(replacement(*bound.args, **bound.kwargs))
         part.unsharded_grads = []  # the plugin may not have emptied it
-        reduce_input = result.reduce_scatter_input
+        in_flight = result._asdict()
+        reduce_input = in_flight.pop("reduce_scatter_input")
         part.inputs = [] if reduce_input is None else [reduce_input]
-        part.reduce_scatter_event = result.reduce_scatter_event
-        part.post_reduce_stream = result.post_reduce_stream
-        part.post_reduce_event = result.post_reduce_event
-        part.all_reduce_input = result.all_reduce_input
-        part.all_reduce_event = result.all_reduce_event
-        part.partial_reduce_output = result.partial_reduce_output
+        vars(part).update(in_flight)
 
 
 def _plan_one_bucket(
@@ -360,10 +346,8 @@ def _plan_one_bucket(
     if len({*keys}) != 1:
         names = ", ".join(str(fsdp_param._param_fqn) for fsdp_param in fsdp_params)
         found = " and ".join(dict.fromkeys(map(layouts.describe_key, keys))) or "none"
-        raise AssertionError(
-            f"Gradients of {names} would be reduced in {found}: pass reduce_dtype, or "
-            "reduce them in several calls"
-        )
+        fix = "pass reduce_dtype, or reduce them in several calls"
+        raise AssertionError(f"Gradients of {names} would be reduced in {found}: {fix}")
     slots = (make_slot(i, p, dtypes[0]) for i, p in enumerate(fsdp_params))
     return ReduceBucket(keys[0], tuple(slots))
 

@@ -197,8 +197,9 @@ class FSDPCommContext:
                     self.wait_current_stream(previous[-1].reduce_scatter_event)
                     for part in previous:  # the comm may now give this memory again
                         part.inputs = []
-                for part in batch:
-                    partial_reduces.prepare(reduction, part)
+                if reduction.plugins is not None or partial_reduces:
+                    for part in batch:
+                        partial_reduces.prepare(reduction, part)
                 reduce(reduction, batch)
                 previous = batch
         except BaseException:

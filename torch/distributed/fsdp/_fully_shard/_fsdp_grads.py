@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.nn as nn
@@ -152,9 +152,9 @@ class Accumulation:
         """Raises, on all ranks alike, if zeros for unused parameters have no dtype."""
         for fsdp_param, param in _unsharded_params(fsdp_params):
             if param.requires_grad and layouts.default_reduce_dtype(fsdp_param) is None:
+                fix = "so zeros for it have no dtype: set reduce_dtype in its policy"
                 raise ValueError(
-                    f"grad_dtype of {fsdp_param._param_fqn} is None, so zeros for it have "
-                    "no dtype: set reduce_dtype in MixedPrecisionPolicy"
+                    f"grad_dtype of {fsdp_param._param_fqn} is None, {fix}"
                 )
 
     def pop(self, fsdp_param: Any, param: nn.Parameter) -> Tensor | None:
@@ -265,15 +265,11 @@ def reduce_late_grads(group: FSDPParamGroup) -> None:
 # Deferred all-reduces #
 
 
-class PartialReduce(NamedTuple):
-    """A bucket's sum over microbatches and the shard group, not yet over replicas."""
-
-    bucket: ReduceBucket
-    output: Tensor  # 1D, in the `BucketGrads.partial_dtype`
-
-
-class PartialReduces(dict[BucketKey, PartialReduce]):
-    """The partial reduces of a param group, by what their buckets are reduced in."""
+class PartialReduces(dict[BucketKey, tuple[ReduceBucket, Tensor]]):
+    """
+    A param group's buckets, by key, with their sums over microbatches and the shard group,
+    not yet over replicas (1D, in the `BucketGrads.partial_dtype`).
+    """
 
     def plan(
         self, cache: ParamGroupCache, grads: list[Tensor | None], *, defers: bool
@@ -284,7 +280,7 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
         not in a unit without any gradient, if this microbatch ``defers`` the all-reduce.
         """
         fsdp_params = cache.fsdp_params
-        earlier = {i: key for key, p in self.items() for i in p.bucket.params}
+        earlier = {i: key for key, (b, _) in self.items() for i in b.params}
         if earlier and hasattr(fsdp_params[0], "_unsharded_param"):
             by_autograd = RELEASE.accumulates_by_autograd
             if by_autograd or not defers or any(g is not None for g in grads):
@@ -309,16 +305,16 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
     def _get_output(self, reduction: Reduction, bucket: ReduceBucket) -> Tensor | None:
         """Returns the sum of the bucket's partial reduces, whatever they were reduced in."""
         output, stream = None, reduction.reduce_scatter_stream
-        for partial in self.values():
-            if partial.bucket == bucket:
-                return partial.output
-            if {*bucket.params}.isdisjoint(partial.bucket.params):
+        for earlier, partial in self.values():
+            if earlier == bucket:
+                return partial
+            if {*bucket.params}.isdisjoint(earlier.params):
                 continue
             # New memory may have been freed after waits of the current stream only
             handle = _get_device_handle(reduction.device.type)
             stream.wait_stream(handle.current_stream())
             with handle.stream(stream):
-                moved = relayout(*partial, bucket, reduction.scaling)
+                moved = relayout(earlier, partial, bucket, reduction.scaling)
                 output = moved if output is None else output + moved
         return output
 
@@ -330,20 +326,19 @@ class PartialReduces(dict[BucketKey, PartialReduce]):
             for p in fsdp_params
         ]
         # The bucket of a partial reduce may lack parameters that had no gradient
-        buckets = [partial.bucket for partial in self.values()]
+        buckets = [bucket for bucket, _ in self.values()]
         buckets += _plan_buckets(cache, compute_dtypes, {})
         for bucket in buckets:
             params = [fsdp_params[i] for i in bucket.params]
             dtypes = bucket.dtype, BucketGrads(params, bucket, []).partial_dtype
             if output.dtype in dtypes and output.numel() == bucket.shard_numel:
                 self.clear()
-                self[bucket.key] = PartialReduce(bucket, output)
+                self[bucket.key] = bucket, output
                 return
         expected = dict.fromkeys(f"{b.shard_numel} of {b.dtype}" for b in buckets)
-        raise ValueError(
-            f"_partial_reduce_output of unit '{group._unit_name}' got {output.numel()} "
-            f"elements of {output.dtype}, but the unit reduces {', '.join(expected)}"
-        )
+        found = f"got {output.numel()} elements of {output.dtype}"
+        fix = f"{found}, but the unit reduces {', '.join(expected)}"
+        raise ValueError(f"_partial_reduce_output of unit '{group._unit_name}' {fix}")
 
 
 # Small buckets #

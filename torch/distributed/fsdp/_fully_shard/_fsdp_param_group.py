@@ -78,7 +78,7 @@ from ._fsdp_context import (  # noqa: F401  (as in the release)
     ReduceScatterState,
 )
 from ._fsdp_direct import DirectMemory
-from ._fsdp_grads import accumulation, PartialReduce, PartialReduces
+from ._fsdp_grads import accumulation, PartialReduces
 from ._fsdp_param import FSDPParam, ParamModuleInfo, ShardedState  # noqa: F401
 from ._fsdp_param_cache import ParamGroupCache
 from ._fsdp_policies import resolve_all, tables_of
@@ -500,8 +500,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
             for part in parts:
                 self._post_reduce_event = part.post_reduce_event
                 if (output := part.partial_reduce_output) is not None:
-                    kept = PartialReduce(part.bucket, output)
-                    partial_reduces[part.bucket.key] = kept
+                    partial_reduces[part.bucket.key] = part.bucket, output
 
     def _make_reduction(self, num_buckets: int, groups: tuple[Any, Any]) -> Reduction:
         """Returns the settings that the unit's buckets are reduced with now."""

@@ -498,9 +498,8 @@ def _chunk_cat(tensors: list[Tensor], rows: Tensor, by_operator: bool) -> None:
     else:
         torch._chunk_cat(tensors, 0, world_size, out=rows)
     if rows.size(1) != row_numel:  # the kernel has resized them
-        raise RuntimeError(
-            f"a rank's gradients have {rows.size(1)} padded elements, not {row_numel}"
-        )
+        found = f"{rows.size(1)} padded elements, not {row_numel}"
+        raise RuntimeError(f"a rank's gradients have {found}")
 
 
 # Partial reduces #
@@ -659,10 +658,9 @@ def accumulate_sharded_grad(
     elif isinstance(present, DTensor):
         stored = sharded_param._local_tensor.dtype
         if sharded_param.dtype != stored:  # only its `data` was cast
-            raise RuntimeError(
-                f"{fsdp_param._param_fqn} is {sharded_param.dtype} now, but its shard "
-                f"is {stored}: cast a model before its first forward"
-            )
+            fault = f"is {sharded_param.dtype} now, but its shard is {stored}"
+            fix = "cast a model before its first forward"
+            raise RuntimeError(f"{fsdp_param._param_fqn} {fault}: {fix}")
         present._local_tensor += sharded_grad
     else:
         raise AssertionError(
