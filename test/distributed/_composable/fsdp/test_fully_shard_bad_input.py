@@ -345,7 +345,7 @@ add(
     plain_gradient_of_shard=plain_gradient_of_shard,
 )
 add(
-    "RuntimeError: 1.weight was gathered in torch.bfloat16 before, …only before its first",
+    "RuntimeError: 1.weight was gathered in torch.bfloat16 before, …only before the first",
     cast_between_steps=cast_between_steps,
 )
 add(

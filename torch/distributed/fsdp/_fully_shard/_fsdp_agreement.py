@@ -5,9 +5,8 @@ Compares ranks before they gather or reduce a unit.
 Ranks that disagree would hang, crash, or sum the wrong elements. So they are compared
 where every rank is about to issue a collective over the same group:
 
-- Before a unit's first gather: its parameters, and whether it will gather again in
-  backward. Lazy init is too early: one rank may evaluate replicated parameters alone,
-  or call ``unshard`` where the others start with a forward.
+- Before a unit's first gather: its parameters, and whether it gathers again in backward.
+  In lazy init one rank may evaluate alone, or call ``unshard`` unlike others.
 - Before a reduction with a pattern (which parameters have a gradient, reduced in which
   dtypes) that is new for this unit and group. Ranks that have agreed so far know the
   same patterns, so all of them compare, or none does. A unit with more patterns than

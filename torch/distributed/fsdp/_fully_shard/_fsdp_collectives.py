@@ -32,7 +32,7 @@ from ._fsdp_compat import (
 )
 from ._fsdp_direct import split
 from ._fsdp_layout import GatherLayout
-from ._fsdp_observers import gets_operators, without_grad
+from ._fsdp_observers import gets_operators
 from ._fsdp_param import FSDPParam, ShardedState
 from ._fsdp_param_cache import (
     Columns,
@@ -246,7 +246,7 @@ def foreach_all_gather_copy_out(
 foreach_reduce = fit_release(lambda: foreach_reduce_scatter_copy_in)
 
 
-@without_grad
+@torch.no_grad()
 def unshard_single_rank(cache: ParamGroupCache, device: torch.device) -> None:
     """Unshards parameters over a single rank: a copy in place of an all-gather."""
     inputs = cache.prepare_gather()

@@ -183,9 +183,8 @@ class FSDPCommContext:
         reduce: Callable[..., None] = reduce_buckets,
     ) -> Parts:
         """
-        Reduces buckets, with their ``partial_reduces``, at once, or by collective if the
-        comm or a plugin needs that, and holds what is in use. Returns them in the order of
-        their reductions.
+        Reduces buckets, with ``partial_reduces``, at once, or by collective if the comm or a
+        plugin needs that. Holds what is in use. Returns them in the order of reductions.
         """
         batches = [parts]
         if reduction.holds_one_input or reduce is not reduce_buckets:

@@ -15,10 +15,9 @@ waits and frees at once. A context only lists memory to free: contexts may be re
 [Note: Direct reductions]
 The gradient of a direct parameter that is sharded evenly is the input of its
 reduce-scatter, whose output is the parameter's slot in the bucket's output. One grouped
-call reduces these, and the rows of those that are packed between them. Which ones are
-direct follows from settings and sizes. A gradient that is not contiguous, or shares its
-memory with, say, an activation's gradient, which backward may overwrite, is copied: one
-rank alone knows that, so it must change no collective.
+call reduces these, and the rows of those that are packed between them. A gradient that is
+not contiguous, or shares memory that backward may overwrite with, say, an activation's
+gradient, is copied: one rank alone knows that, so it must change no collective.
 """
 
 from __future__ import annotations

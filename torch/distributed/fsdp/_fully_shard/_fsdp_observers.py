@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch._C import _len_torch_dispatch_stack
@@ -51,19 +49,3 @@ def gets_operators(device: torch.device) -> bool:
 def range_of(label: str) -> contextlib.AbstractContextManager:
     """Returns a profiler range, or one that does nothing if nobody sees it."""
     return record_function(label) if is_observed() else NO_CONTEXT
-
-
-def without_grad(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The decorator ``torch.no_grad()`` at a fifth of its cost, in backward at none."""
-
-    @functools.wraps(func)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return func(*args, **kwargs)
-        torch._C._set_grad_enabled(False)
-        try:
-            return func(*args, **kwargs)
-        finally:
-            torch._C._set_grad_enabled(True)
-
-    return call

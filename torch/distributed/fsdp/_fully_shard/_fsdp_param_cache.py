@@ -154,17 +154,6 @@ def _get_extended_shards(
     return tensors, dtypes, [len(inputs) for inputs, _ in by_param]
 
 
-def _check_dtypes(fsdp_param: FSDPParam, dtypes: list[torch.dtype]) -> None:
-    """Raises if the dtype has changed: autograd still has views of the output."""
-    for output, dtype in zip(fsdp_param.all_gather_outputs, dtypes):
-        if output.dtype != dtype:
-            name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
-            raise RuntimeError(
-                f"{name} was gathered in {output.dtype} before, but is now {dtype}. Cast a "
-                "model, by to() or loading with assign=True, only before its first forward"
-            )
-
-
 class Columns(NamedTuple):
     """Where a gather's buffer, with a row for each rank, is copied out to."""
 
@@ -274,12 +263,18 @@ class ParamGroupCache:
     def _check_outputs(self, plan: GatherPlan, previous: GatherPlan | None) -> None:
         """Raises if outputs have other dtypes than ``plan``, or replaces extensions'."""
         for i, fsdp_param in enumerate(self.fsdp_params):
-            if not (self._has_extensions and has_extension(fsdp_param)):
-                _check_dtypes(fsdp_param, plan.dtypes[i])
-            # It may quantize by row in forward, and by column in backward. As many
-            # bytes keep the dtype of the first gather, whatever they are viewed in
-            elif previous and plan.nbytes_of(i) != previous.nbytes_of(i):
-                fsdp_param.all_gather_outputs = []
+            if self._has_extensions and has_extension(fsdp_param):
+                # It may quantize by row in forward, and by column in backward. As many
+                # bytes keep the dtype of the first gather, whatever they are viewed in
+                if previous and plan.nbytes_of(i) != previous.nbytes_of(i):
+                    fsdp_param.all_gather_outputs = []
+                continue
+            for output, dtype in zip(fsdp_param.all_gather_outputs, plan.dtypes[i]):
+                if output.dtype != dtype:  # and autograd still has views of the output
+                    name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
+                    fault = f"{name} was gathered in {output.dtype} before, but is now {dtype}"
+                    fix = "Cast or load with assign=True only before the first forward"
+                    raise RuntimeError(f"{fault}. {fix}")
 
     @property
     def outputs(self) -> GatherOutputs | None:

@@ -82,12 +82,7 @@ from ._fsdp_grads import accumulation, PartialReduces
 from ._fsdp_param import FSDPParam, ParamModuleInfo, ShardedState  # noqa: F401
 from ._fsdp_param_cache import ParamGroupCache
 from ._fsdp_policies import resolve_all, tables_of
-from ._fsdp_reduce import (
-    _default_reduce_scatter_input_fn,
-    make_parts,
-    reduce_buckets,
-    Reduction,
-)
+from ._fsdp_reduce import _default_reduce_scatter_input_fn, reduce_buckets, Reduction
 from ._fsdp_registrations import _get_param_module_infos, fqns_of  # noqa: F401
 from ._fsdp_summary import log_layout
 
@@ -120,8 +115,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
     # State of the iteration #
     _training_state: TrainingState = TrainingState.IDLE
     _sharded_state: ShardedState = ShardedState.SHARDED
-    # None: not yet. False: before the root's lazy init, since when users may have
-    # replaced them. Each reset is costly
+    # None: not yet. False: before the root's lazy init, since when users may replace them
     _reset_sharded_params: bool | None = None
     _all_gather_result: AllGatherResult | None = None
     # The group of that gather: the sharded state may change before copy-out
@@ -485,7 +479,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
             self._agreement.check_reductions(buckets, *groups, comm, not defers)
         with self._range("FSDP::post_backward_reduce"):
             self._wait_for_post_backward()
-            parts: Any = make_parts(buckets, self.fsdp_params, grads)
+            parts: Any = gradients.make_parts(buckets, self.fsdp_params, grads)
             if is_default and self.reduce_bucket_cap is not None:
                 parts = context.join_small(self, reduction, parts)
                 if not parts:
@@ -510,10 +504,9 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         if all_reduce_stream is None or replicate_group is not None:
             all_reduce_stream = context.all_reduce_stream
         elif hook is None:
-            raise AssertionError(
-                "all reduce hook stream is specified but hook itself is missing: call "
-                f"set_all_reduce_hook on module '{self._module_fqn}'"
-            )
+            fix = f"call set_all_reduce_hook on module '{self._module_fqn}'"
+            fault = "all reduce hook stream is specified but hook itself is missing"
+            raise AssertionError(f"{fault}: {fix}")
         scatter = scatter_group, context.reduce_scatter_stream, comm
         all_reduce = replicate_group, all_reduce_stream, self.all_reduce_grads, hook
         scaling = self.gradient_divide_factor, self.force_sum_reduction_for_comms

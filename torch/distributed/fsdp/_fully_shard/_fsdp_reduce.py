@@ -46,7 +46,7 @@ from ._fsdp_comms import allocate, allocates_anew, DefaultReduceScatter
 from ._fsdp_direct import is_shared
 from ._fsdp_errors import note_reduction
 from ._fsdp_layout import GatherLayout, ReduceBucket
-from ._fsdp_observers import gets_operators, without_grad
+from ._fsdp_observers import gets_operators
 from ._fsdp_param import FSDPParam
 from ._fsdp_releases import RELEASE
 from ._fsdp_scaling import _div_if_needed, Factors, Scaling
@@ -69,8 +69,9 @@ def _default_reduce_scatter_input_fn(
     sizes: list[torch.Size] = []
     for i, (fsdp_param, grad) in enumerate(zip(fsdp_params, unsharded_grads)):
         if (dim := fsdp_param.fsdp_placement.dim) != 0 and world_size > 1:
-            by_rank = _view_by_rank(grad, dim, world_size)
-            grad = unsharded_grads[i] = by_rank.flatten(0, 1)
+            grad = unsharded_grads[i] = _view_by_rank(grad, dim, world_size).flatten(
+                0, 1
+            )
         rows = -(-grad.size(0) // world_size) * world_size
         sizes.append(torch.Size([rows, *grad.size()[1:]]))
     return tuple(sizes)
@@ -101,14 +102,14 @@ class Reduction:
         self.continues = group is not None or self.all_reduce_hook is not None
         self.defers_all_reduce = group is not None and not self.all_reduce_grads
         factor, is_sum = self.gradient_divide_factor, self.force_sum_reduction_for_comms
-        settings = self.device.type, factor, is_sum
-        self.scaling = Scaling(scatter_group, group, *settings)
+        self.scaling = Scaling(scatter_group, group, self.device.type, factor, is_sum)
 
     @property
     def is_default(self) -> bool:
         """Whether neither users nor plugins have replaced a part of the reduction."""
-        is_default = type(self.reduce_scatter_comm) is DefaultReduceScatter
-        return is_default and self.plugins is None
+        return (
+            type(self.reduce_scatter_comm) is DefaultReduceScatter and not self.plugins
+        )
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return allocate(self.reduce_scatter_comm, numel, dtype, self.device)
@@ -505,7 +506,7 @@ def _chunk_cat(tensors: list[Tensor], rows: Tensor, by_operator: bool) -> None:
 # Partial reduces #
 
 
-@without_grad
+@torch.no_grad()
 def relayout(
     bucket: ReduceBucket, shard: Tensor, target_bucket: ReduceBucket, scaling: Scaling
 ) -> Tensor:
@@ -663,9 +664,8 @@ def accumulate_sharded_grad(
             raise RuntimeError(f"{fsdp_param._param_fqn} {fault}: {fix}")
         present._local_tensor += sharded_grad
     else:
-        raise AssertionError(
-            f"The gradient of {fsdp_param._param_fqn} is a {type(present).__name__}: set "
-            "the gradient of a sharded parameter to a DTensor like it, or to None"
-        )
+        fault = f"The gradient of {fsdp_param._param_fqn} is a {type(present).__name__}"
+        fix = "set the gradient of a sharded parameter to a DTensor like it, or to None"
+        raise AssertionError(f"{fault}: {fix}")
     for hook in [*hooks.values()] if hooks else ():
         hook(sharded_param)

@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch.distributed.distributed_c10d import ReduceOp
 from torch.nn.functional import pad
@@ -125,14 +126,12 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
         return group.name()
 
 
-def _div_if_needed(tensor: torch.Tensor, div_factor: float | None) -> None:
+def _div_if_needed(tensor: Tensor, div_factor: float | None) -> None:
     if div_factor not in (None, 1):
         tensor.div_(div_factor)
 
 
-def add_in_tree(
-    rows: torch.Tensor, output: torch.Tensor, divisor: float | None = None
-) -> None:
+def add_in_tree(rows: Tensor, output: Tensor, divisor: float | None = None) -> None:
     """
     Writes the sum of ``rows``, see [Note: One tree for every mesh], to ``output`` (1D),
     divided. May overwrite ``rows``.
@@ -149,9 +148,7 @@ def add_in_tree(
     _div_if_needed(output, divisor)
 
 
-def _add_by_kernel(
-    rows: torch.Tensor, output: torch.Tensor, divisor: float | None = None
-) -> bool:
+def _add_by_kernel(rows: Tensor, output: Tensor, divisor: float | None = None) -> bool:
     """Adds rows by one kernel with the operators' bits. Returns whether it did."""
     global _has_kernel
     device_type, dtypes = rows.device.type, {rows.dtype, output.dtype}
@@ -178,11 +175,11 @@ def _add_by_kernel(
     return _has_kernel
 
 
-def _piece_numel(tensor: torch.Tensor) -> int:
+def _piece_numel(tensor: Tensor) -> int:
     return max(-(-tensor.numel() // _MAX_PIECES), _MIN_PIECE_NBYTES // tensor.itemsize)
 
 
-def _add_up(rows: torch.Tensor) -> None:
+def _add_up(rows: Tensor) -> None:
     """Adds all rows to the first one, in place."""
     count, step = rows.size(0), 1
     while step < count:
@@ -190,7 +187,7 @@ def _add_up(rows: torch.Tensor) -> None:
         step *= 2
 
 
-def all_reduce_in_tree(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+def all_reduce_in_tree(tensor: Tensor, group: dist.ProcessGroup) -> None:
     """
     Sums ``tensor`` (1D) in place: each rank sums a part of each piece, which all gather.
     Needs the memory of a piece, and of another for the last one if it must be padded.
