@@ -3,7 +3,7 @@
 from typing import Any
 
 from _models import AS_IT_IS, ask_both, BLOCKS, digest_of, language_model, PER_DTYPE
-from _ratios import exact_row, Row
+from _ratios import Row
 from _sides import Side
 
 import torch
@@ -44,7 +44,5 @@ def run(sides: dict[str, Side], **options: Any) -> list[Row]:
         differ = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
         case = f"{block} blocks{f', first {differ[0]}' if differ else ''}"
         counts = (len(theirs) + len(differ), "release", len(theirs))
-        rows.append(
-            exact_row("bits", case, "tensors, and those that differ", *counts, 1.0)
-        )
+        rows.append(Row("bits", case, "tensors, and those that differ", *counts, 1.0))
     return rows

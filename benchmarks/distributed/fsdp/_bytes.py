@@ -9,7 +9,7 @@ from typing import Any
 
 from _calls import Call, seen_by
 from _models import BLOCKS, language_model, training_step, UNIFORM_BLOCK
-from _ratios import alternate, exact_row, Row
+from _ratios import alternate, Row
 from _sides import Side
 from _step_time import BRANCH, groups_of
 
@@ -49,12 +49,10 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]
         nbytes, own = found[BRANCH, "nbytes"], found[BRANCH, "own"]
         padding = 0 if UNIFORM_BLOCK in name else found[BRANCH, "padding"]
         bar = 1 + padding / own
-        rows.append(exact_row("bytes", name, "bytes / step", nbytes, OWN, own, bar))
+        rows.append(Row("bytes", name, "bytes / step", nbytes, OWN, own, bar))
         for metric, quantity in (("nbytes", "bytes"), ("collectives", "collectives")):
             for subject in (s for s in subjects if s.name != BRANCH):
                 two = (found[BRANCH, metric], subject.name, found[subject.name, metric])
                 at_most = bar if metric == "nbytes" else None
-                rows.append(
-                    exact_row("bytes", name, f"{quantity} / step", *two, at_most)
-                )
+                rows.append(Row("bytes", name, f"{quantity} / step", *two, at_most))
     return rows

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from _models import AS_IT_IS, ask_both, BLOCKS, language_model, PER_DTYPE, training_step
-from _ratios import exact_row, Row
+from _ratios import Row
 from _sides import Side
 
 import torch
@@ -107,9 +107,9 @@ def _rows(sides: dict[str, Side], what: str, quantity: str) -> list[Row]:
         of = found["branch"].get("of")
         case = f"{block}{f', of {of}' if of else ''} {found['branch']['first']}".strip()
         ours, theirs = found["branch"]["count"], found["release"]["count"]
-        rows.append(exact_row(what, case, quantity, ours, "release", theirs))
+        rows.append(Row(what, case, quantity, ours, "release", theirs))
         # None at all, whatever the release has
-        rows.append(exact_row(what, case, quantity, ours, "none", 0, 1.0))
+        rows.append(Row(what, case, quantity, ours, "none", 0, 1.0))
     for side in sides.values():
         side.stop()
     return rows

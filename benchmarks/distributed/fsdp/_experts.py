@@ -12,7 +12,7 @@ from unittest import mock
 
 from _models import BF16, FP32, training_step
 from _peak_memory import tracked_peak
-from _ratios import alternate, Comparison, exact_row, Group, Row, Subject
+from _ratios import alternate, Comparison, Group, Row, Subject
 from _sides import Side
 from _timeline import COPIES
 
@@ -112,7 +112,7 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]
         for request in [{"per_dtype": per_dtype, "coalesced": coalesced}]
     ]
     rounds = rounds or (3 if quick else 9)
-    samples = alternate(__name__, sides, [Group("experts", subjects)], rounds=rounds)
+    samples = alternate(__name__, sides, [Group("experts", subjects)], rounds)
     exact = {key[1:]: min(values) for key, values in samples.values.items()}
     rows, peak = [], exact[RELEASE, "peak"]
     most = (peak - exact[BRANCH, "matrix"]) / peak
@@ -123,7 +123,7 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]
     ):
         for subject, bar in zip((BRANCH, COALESCED), bars, strict=True):
             two = exact[subject, metric], RELEASE, exact[RELEASE, metric]
-            row = exact_row("experts", f"experts, {subject}", quantity, *two, bar)
+            row = Row("experts", f"experts, {subject}", quantity, *two, bar)
             rows.append(row)
     us = "experts", "processor time of copies", "us"
     return rows + samples.rows(*us, [Comparison("experts", BRANCH, RELEASE, 0.6)])

@@ -156,13 +156,8 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]
     """Compares host time per unit, for several numbers of parameters a unit."""
     params = PARAMS[1:2] if quick else PARAMS
     groups = [group_of(UNITS, count, 0.06 if quick else 0.12) for count in params]
-    samples = alternate(
-        __name__,
-        sides,
-        groups,
-        rounds=rounds or (2 if quick else 12),
-        launches=1 if quick else 3,
-    )
+    rounds, launches = (rounds or 2, 1) if quick else (rounds or 12, 3)
+    samples = alternate(__name__, sides, groups, rounds, launches)
     rows = run_once(sides)
     for branch, versus, bar in COMPARISONS:
         compared = [

@@ -15,7 +15,7 @@ from typing import Any
 
 import _models
 from _models import NARROW, PER_DTYPE, training_step, UNIFORM_BLOCK, WIDE
-from _ratios import exact_row, Row
+from _ratios import Row
 from _sides import Side
 
 import torch
@@ -154,5 +154,5 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]
             told += [("us of copy-out / step", copy_out, COPY, plain, 1.25)]
         if sums := found["branch"]["sum_us"]:
             told += [("us of a sum", sums[0], COPY, sums[1], 1.25)]
-        rows += [exact_row("kernels", case, *each) for each in told]
+        rows += [Row("kernels", case, *each) for each in told]
     return rows

@@ -13,7 +13,7 @@ from typing import Any
 
 from _calls import seen_by
 from _models import digest_of
-from _ratios import exact_row, Row
+from _ratios import Row
 from _sides import Side, SideError
 
 from fsdp_helpers.late_device.operators import is_view
@@ -170,5 +170,5 @@ def run(sides: dict[str, Side], **options: Any) -> list[Row]:
             for how, count in found["differ"].items():
                 counts = (of + count, "in order", of)
                 quantity = f"tensors, and those that differ, late {how}"
-                rows.append(exact_row("late", case, quantity, *counts, 1.0))
+                rows.append(Row("late", case, quantity, *counts, 1.0))
     return rows

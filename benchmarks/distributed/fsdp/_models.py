@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -210,7 +210,6 @@ UNIFORM_BLOCK = "Llama-like"
 MIXED = {n: b for n, b in BLOCKS.items() if n != UNIFORM_BLOCK}
 MIXED |= {"fp32 router": RouterBlock}
 NUM_BLOCKS = 3
-TOKENS = (2, 32)  # sequences, positions
 # Arguments of a block, as in models of 8 billion parameters: for devices
 LARGE = {
     UNIFORM_BLOCK: {"dim": 4096, "heads": 32, "hidden": 12288},
@@ -236,10 +235,6 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-def is_large(device: str, size: str) -> bool:
-    return device == "cuda" and size != "small"
-
-
 def shard(model: nn.Sequential, way: str, mesh: DeviceMesh) -> None:
     """Makes each block a unit, or one for each of its dtypes."""
     policy = MixedPrecisionPolicy(**POLICIES.get(way, {}))
@@ -259,32 +254,28 @@ def shard(model: nn.Sequential, way: str, mesh: DeviceMesh) -> None:
         fsdp.set_reduce_bucket_cap(model)
 
 
-class Run(NamedTuple):
-    """A sharded model, and what goes into its first block."""
-
-    model: nn.Sequential
-    x: Tensor
-
-
-def language_model(block: str, way: str, device: str, size: str = "") -> Run:
-    """Returns a stack of blocks, the same on every rank and side, and an input."""
+def language_model(
+    block: str, way: str, device: str, size: str = ""
+) -> tuple[nn.Sequential, Tensor]:
+    """Returns a sharded stack of blocks, the same on every rank and side, and an input."""
     # Studies, which make models of their own, do not find the tests' packages
     from fsdp_helpers.clients.half_products import widen_half_products
 
     widen_half_products()
     torch.manual_seed(0)
-    sizes = LARGE[block] if is_large(device, size) else {}
+    is_large = device == "cuda" and size != "small"
+    sizes = LARGE[block] if is_large else {}
     with torch.device(device):
         model = nn.Sequential(*(BLOCKS[block](**sizes) for _ in range(NUM_BLOCKS)))
     if way == ALL_FP32:
         model.float()
     shard(model, way, init_device_mesh(device, (dist.get_world_size(),)))
     x = torch.randn(
-        *(TOKENS if not is_large(device, size) else (1, 512)),
+        *((1, 512) if is_large else (2, 32)),  # sequences, positions
         sizes.get("dim", 512),
         generator=torch.Generator().manual_seed(dist.get_rank()),
     )
-    return Run(model, x.to(device, FP32 if way == ALL_FP32 else BF16))
+    return model, x.to(device, FP32 if way == ALL_FP32 else BF16)
 
 
 def ask_both(

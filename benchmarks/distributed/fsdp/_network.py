@@ -47,10 +47,7 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]
     for link in LINKS[:1] if quick else LINKS:
         groups = [*_step_time.groups_of(sides, steps=5, link=link)]
         groups = groups[-1:] if quick else groups
-        samples = alternate(
-            __name__, sides, groups, rounds=rounds or (1 if quick else 5)
-        )
-        bars = {_step_time.RELEASE: 1.0, _step_time.PROMOTED: 1.0}
-        quantity = f"ms / step at {link} GB/s"
-        rows += _step_time.rows_of("network", quantity, "wall_ms", samples, bars)
+        samples = alternate(__name__, sides, groups, rounds or (1 if quick else 5))
+        what = "network", f"ms / step at {link} GB/s", "wall_ms"
+        rows += _step_time.rows_of(*what, samples, _step_time.BARS)
     return rows

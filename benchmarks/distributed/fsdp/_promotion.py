@@ -14,7 +14,7 @@ from unittest import mock
 
 import _timeline
 from _calls import Call, seen_by
-from _ratios import exact_row, Row
+from _ratios import Row
 from _sides import Side, SideError
 
 import torch
@@ -114,9 +114,9 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]
             for name in list(ways)[1:]:
                 for quantity, ours in found[BRANCH].items():
                     row = case, quantity, ours, name, found[name][quantity]
-                    rows.append(exact_row("promotion", *row))
+                    rows.append(Row("promotion", *row))
     for ranks in (8, 64, 512):
         what = f"sum of bf16 gradients, {ranks} ranks", "% error"
         ours, theirs = errors_of_sums(ranks)
-        rows.append(exact_row("promotion", *what, ours, PROMOTED, theirs))
+        rows.append(Row("promotion", *what, ours, PROMOTED, theirs))
     return rows

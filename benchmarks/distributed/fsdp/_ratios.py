@@ -43,9 +43,12 @@ class Comparison(NamedTuple):
     bar: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
-    """A quantity on the branch and in another way, and the ratio with quartiles."""
+    """A quantity on the branch and in another way, and the ratio with quartiles.
+
+    Without these it is counted, and the same in every run.
+    """
 
     part: str
     case: str
@@ -53,10 +56,16 @@ class Row:
     branch: float
     versus: str
     other: float
-    low: float
-    ratio: float
-    high: float
     bar: float | None = None
+    low: Any = None
+    ratio: Any = None
+    high: Any = None
+
+    def __post_init__(self) -> None:
+        if self.ratio is None:  # 0 of 0 is 1
+            beside_none = float("inf") if self.branch else 1.0
+            ratio = self.branch / self.other if self.other else beside_none
+            self.low = self.ratio = self.high = ratio
 
     @property
     def is_met(self) -> bool | None:
@@ -80,28 +89,12 @@ class Row:
         ]
 
 
-def exact_row(
-    part: str,
-    case: str,
-    quantity: str,
-    branch: float,
-    versus: str,
-    other: float,
-    bar: float | None = None,
-) -> Row:
-    """Returns a row of what is counted, and the same in every run. 0 of 0 is 1."""
-    ratio = branch / other if other else float("inf") if branch else 1.0
-    return Row(part, case, quantity, branch, versus, other, ratio, ratio, ratio, bar)
-
-
-HEADER = ("part", "case", "quantity", "branch", "compared with", "other", "ratio")
-
-
-def table(rows: Iterable[Row], style: str = "simple") -> str:
-    header = (*HEADER, "quartiles", "at most", "met")
+def table(rows: Iterable[Row]) -> str:
+    header = ["part", "case", "quantity", "branch", "compared with", "other", "ratio"]
+    header += ["quartiles", "at most", "met"]
     align = ["left"] * 3 + ["right", "left"] + ["right"] * 5
     cells = [row.cells() for row in rows]
-    return tabulate(cells, header, style, disable_numparse=True, colalign=align)
+    return tabulate(cells, header, "simple", disable_numparse=True, colalign=align)
 
 
 @dataclass
@@ -123,10 +116,10 @@ class Samples:
             ours, theirs = (
                 np.array(self.values[group, name, metric]) for name in (branch, versus)
             )
-            low, median, high = map(float, np.percentile(ours / theirs, (25, 50, 75)))
-            medians = float(np.median(ours)), float(np.median(theirs))
-            row = (part, group, quantity, medians[0], versus, medians[1])
-            rows.append(Row(*row, low, median, high, bar))
+            quartiles = map(float, np.percentile(ours / theirs, (25, 50, 75)))
+            median, other = float(np.median(ours)), float(np.median(theirs))
+            row = (part, group, quantity, median, versus, other, bar)
+            rows.append(Row(*row, *quartiles))
         return rows
 
 
@@ -134,7 +127,6 @@ def alternate(
     module: str,
     sides: dict[str, Side],
     groups: Sequence[Group],
-    *,
     rounds: int = 1,
     launches: int = 1,
 ) -> Samples:

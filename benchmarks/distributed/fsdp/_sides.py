@@ -25,22 +25,20 @@ KEPT = "torch/.mixed_dtype/release"
 MADE = REPO_ROOT / "build" / "release"
 CACHE = REPO_ROOT / "build" / "pycache"
 TESTS = REPO_ROOT / "test" / "distributed" / "_composable" / "fsdp"
-
-
 LAST_LINES = 20  # of what a process that failed wrote to standard error
 
 
-def find_release(given: Path | None, tree: Path = TREE_ROOT) -> Path | None:
+def find_release(given: Path | None) -> Path | None:
     """Returns a folder with the release's ``torch/``: given, kept or of links."""
-    for folder in [tree.parent / "base"] if given is None else [given]:
-        if (folder / "torch").is_dir():
-            return folder
-    if given is not None or not (tree / KEPT / "torch").is_dir():
+    folder, kept = given or TREE_ROOT.parent / "base", TREE_ROOT / KEPT
+    if (folder / "torch").is_dir():
+        return folder
+    if given or not (kept / "torch").is_dir():
         return None
     from tools.overlay import lay_links, torch_links
     from tools.releases import files_under
 
-    lay_links(MADE, torch_links(tree, tree / KEPT, files_under(tree / KEPT, "torch")))
+    lay_links(MADE, torch_links(TREE_ROOT, kept, files_under(kept, "torch")))
     return MADE
 
 
@@ -66,7 +64,7 @@ class Side:
     world_size: int = 8
     device: str = "cpu"
     env: Mapping[str, str] = field(default_factory=dict)
-    _processes: list[subprocess.Popen[str]] = field(init=False, default_factory=list)
+    _processes: list[Any] = field(init=False, default_factory=list)
     _scratch: tempfile.TemporaryDirectory[str] | None = field(init=False, default=None)
 
     def start(self) -> None:
@@ -75,26 +73,24 @@ class Side:
             return
         self._scratch = tempfile.TemporaryDirectory(prefix="fsdp_bench_")
         for rank in range(1 if self.backend == "fake" else self.world_size):
-            options = {
-                "backend": self.backend,
-                "world_size": self.world_size,
-                "rank": rank,
-                "device": self.device,
-                "store": os.path.join(self._scratch.name, "store"),
-                "root": str(self.root),
-            }
+            options = {"store": os.path.join(self._scratch.name, "store"), "rank": rank}
+            for name in ("backend", "world_size", "device", "root"):
+                options[name] = getattr(self, name)
             with self._errors_of(rank).open("w") as errors:
-                self._processes.append(
-                    subprocess.Popen(
-                        [sys.executable, str(HERE / "_worker.py"), json.dumps(options)],
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=errors,
-                        text=True,
-                        env=self._environment(),
-                        cwd=self._scratch.name,  # nothing to import lies there
-                    )
+                process = subprocess.Popen(
+                    [
+                        sys.executable,
+                        HERE / "_worker.py",
+                        json.dumps(options, default=str),
+                    ],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    env=self._environment(),
+                    cwd=self._scratch.name,  # nothing to import lies there
                 )
+            self._processes.append(process)
 
     def _errors_of(self, rank: int) -> Path:
         """A file, not a pipe, which would be full once nobody reads it."""
@@ -102,16 +98,13 @@ class Side:
         return Path(self._scratch.name, f"stderr_{rank}")
 
     def _environment(self) -> dict[str, str]:
-        inherited = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("PYTHON", "TORCH_LOGS", "OMP_", "MKL_"))
-        }
+        others = ("PYTHON", "TORCH_LOGS", "OMP_", "MKL_")
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(others)}
         # One thread, so that process time is the time of the thread that issues
         paths = os.pathsep.join(map(str, (self.root, TESTS)))
-        ours = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         # Compiled once, but not into the release, which nothing writes to
-        return inherited | ours | {"PYTHONPYCACHEPREFIX": str(CACHE)} | {**self.env}
+        ours = {"PYTHONPATH": paths, "PYTHONPYCACHEPREFIX": str(CACHE)}
+        return inherited | ours | {"OMP_NUM_THREADS": "1", **self.env}
 
     def ask(
         self, module: str, request: dict[str, Any], *, seconds: float | None = None
@@ -127,7 +120,6 @@ class Side:
         deadline = None if seconds is None else time.monotonic() + seconds
         line = json.dumps({"module": module, "request": request}) + "\n"
         for process in self._processes:
-            assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # its output has ended as well
                 process.stdin.write(line)
                 process.stdin.flush()
@@ -138,23 +130,18 @@ class Side:
         replies: dict[int, dict[str, Any]] = {}
         with selectors.DefaultSelector() as selector:
             for rank, process in enumerate(self._processes):
-                assert process.stdout is not None
                 selector.register(process.stdout, selectors.EVENT_READ, rank)
             while len(replies) < len(self._processes):
                 left = None if deadline is None else max(deadline - time.monotonic(), 0)
-                ready = selector.select(left)
-                if not ready:
+                if not (ready := selector.select(left)):
                     late = {*range(len(self._processes))} - {*replies}
                     named = ", ".join(map(str, sorted(late)))
                     self._give_up(min(late), f": no answer of rank {named} in time")
                 for key, _ in ready:
-                    output = self._processes[key.data].stdout
-                    assert output is not None
-                    line = output.readline()
-                    if not line:
-                        status = self._processes[key.data].wait()
-                        ended = f", rank {key.data}: ended with status {status}"
-                        self._give_up(key.data, ended)
+                    process = self._processes[key.data]
+                    if not (line := process.stdout.readline()):
+                        ended = f"ended with status {process.wait()}"
+                        self._give_up(key.data, f", rank {key.data}: {ended}")
                     replies[key.data] = json.loads(line)
         return replies
 

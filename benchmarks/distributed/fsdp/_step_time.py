@@ -17,21 +17,20 @@ from _sides import Side
 
 import torch
 import torch.distributed as dist
+from torch import nn, Tensor
 
 
 @cache
-def _build(block: str, way: str, device: str, size: str) -> _models.Run:
-    run = _models.language_model(block, way, device, size)
+def _build(block: str, way: str, device: str) -> tuple[nn.Module, Tensor]:
+    run = _models.language_model(block, way, device)
     for _ in range(3):
         training_step(*run)
     return run
 
 
-def measure(
-    *, device: str, block: str, way: str, steps: int, size: str = ""
-) -> dict[str, Any]:
+def measure(*, device: str, block: str, way: str, steps: int) -> dict[str, Any]:
     """Returns the median step of several, in milliseconds."""
-    run = _build(block, way, device, size)
+    run = _build(block, way, device)
     wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else int
     training_step(*run)  # not counted: the other side has used the caches since
     dist.barrier()
@@ -52,6 +51,7 @@ PER_DTYPE_RELEASE = "release, one unit per dtype"
 ALL_FP32_RELEASE = "release, all fp32"
 EARLY = "BACKWARD_PRE, the default (by the branch)"
 PROMOTED, SERIES = "2.15.0, gradients promoted", "2.15.0, the series"
+BARS = {RELEASE: 1.0, PROMOTED: 1.0}
 
 
 def groups_of(
@@ -99,12 +99,6 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]
     """Compares the time of a step."""
     groups = [*groups_of(sides, quick=quick, steps=3 if quick else 5)]
     groups = groups[:1] if quick else groups
-    samples = alternate(
-        __name__,
-        sides,
-        groups,
-        rounds=rounds or (2 if quick else 10),
-        launches=1 if quick else 2,
-    )
-    bars = {RELEASE: 1.0, PROMOTED: 1.0}
-    return rows_of("step", "ms / step", "wall_ms", samples, bars)
+    rounds, launches = (rounds or 2, 1) if quick else (rounds or 10, 2)
+    samples = alternate(__name__, sides, groups, rounds, launches)
+    return rows_of("step", "ms / step", "wall_ms", samples, BARS)

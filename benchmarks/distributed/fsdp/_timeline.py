@@ -21,7 +21,7 @@ from unittest import mock
 
 from _calls import Call, seen_by
 from _picture import draw
-from _ratios import exact_row, Row
+from _ratios import Row
 from _sides import Side
 
 import torch
@@ -307,7 +307,7 @@ def run(sides: dict[str, Side], **options: Any) -> list[Row]:
         told += [(of_direct, direct, default, branch, 1.0)]
         told += [(of_direct, direct, "release", release, 0.88)] * is_experts
         for name, *row in told:
-            rows.append(exact_row("timeline", name, "simulated ms / step", *row))
+            rows.append(Row("timeline", name, "simulated ms / step", *row))
         if case == "mixed":
             titles = ("One unit for each dtype", "One mixed unit", f"… {DIRECT}")
             draw(dict(zip(titles, found, strict=True)))

@@ -21,13 +21,11 @@ def join_group(options: dict[str, Any]) -> None:
         if torch.cuda.device_count() < world_size:
             # NCCL takes ranks that share a device only for those of several hosts
             os.environ["NCCL_HOSTID"] = f"rank{rank}"
-    if options["backend"] == "fake":
-        store: dist.Store = FakeStore()
-    else:
-        store = dist.FileStore(options["store"], world_size)
-    dist.init_process_group(
-        options["backend"], rank=rank, world_size=world_size, store=store
+    is_fake = (backend := options["backend"]) == "fake"
+    store: Any = (
+        FakeStore() if is_fake else dist.FileStore(options["store"], world_size)
     )
+    dist.init_process_group(backend, rank=rank, world_size=world_size, store=store)
 
 
 def check_root(root: str) -> None:

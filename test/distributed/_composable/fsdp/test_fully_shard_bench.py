@@ -141,7 +141,7 @@ class TestSides(ImportingTest):
 class TestComparison(ImportingTest):
     def test_ratio_of_times_is_of_pairs(self) -> None:
         """The figures are made up."""
-        from _ratios import Comparison, exact_row, Samples, table
+        from _ratios import Comparison, Row, Samples, table
 
         samples = Samples()
         # The machine was ten times slower in the second round, for both
@@ -156,7 +156,7 @@ class TestComparison(ImportingTest):
                 self.assertEqual(row.cells()[-1], met)
         self.assertIn("0.550 to 0.650", table([row]))
         for count, is_met in ((0, True), (1, False)):  # beside nothing
-            row = exact_row("late", "", "", count, "none", 0, 1.0)
+            row = Row("late", "", "", count, "none", 0, 1.0)
             with self.subTest(count=count):
                 self.assertEqual(row.is_met, is_met)
 
