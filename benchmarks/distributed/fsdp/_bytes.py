@@ -38,14 +38,10 @@ def measure(*, device: str, block: str, way: str) -> dict[str, Any]:
 def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]:
     """Counts what a step of each block sends in each way."""
     groups = [g for g in groups_of(sides, quick=quick) if g.name.endswith(" blocks")]
-    values = alternate(__name__, sides, groups).values
+    samples = alternate(__name__, sides, groups)
     rows = []
     for name, subjects in groups:
-        found = {
-            (subject.name, metric): values[name, subject.name, metric][0]
-            for subject in subjects
-            for metric in ("nbytes", "collectives", "own", "padding")
-        }
+        found = {key[1:]: v[0] for key, v in samples.values.items() if key[0] == name}
         nbytes, own = found[BRANCH, "nbytes"], found[BRANCH, "own"]
         padding = 0 if UNIFORM_BLOCK in name else found[BRANCH, "padding"]
         bar = 1 + padding / own

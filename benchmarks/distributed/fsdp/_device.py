@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from _models import AS_IT_IS, ask_both, BLOCKS, language_model, PER_DTYPE, training_step
-from _ratios import Row
+from _ratios import Row, stop
 from _sides import Side
 
 import torch
@@ -110,6 +110,5 @@ def _rows(sides: dict[str, Side], what: str, quantity: str) -> list[Row]:
         rows.append(Row(what, case, quantity, ours, "release", theirs))
         # None at all, whatever the release has
         rows.append(Row(what, case, quantity, ours, "none", 0, 1.0))
-    for side in sides.values():
-        side.stop()
+    stop(sides)
     return rows

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from _timeline import COPIES
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
 from torch import nn, Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -44,18 +46,18 @@ class Experts(nn.Module):
 
 
 def make_model(*, per_dtype: bool, coalesced: bool) -> nn.Sequential:
-    import torch.distributed.fsdp as fsdp
-
     torch.manual_seed(0)
     model: Any = nn.Sequential(Experts(), Experts())
-    kwargs: dict[str, Any] = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
+    shard = partial(
+        fsdp.fully_shard,
+        mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
+        shard_placement_fn=lambda param: Shard(int(param.ndim == 3)),
+    )
     for block in model:
         if per_dtype:
-            fsdp.fully_shard(block.router, **kwargs)
-        fsdp.fully_shard(
-            block, shard_placement_fn=lambda p: Shard(int(p.ndim == 3)), **kwargs
-        )
-    fsdp.fully_shard(model, **kwargs)
+            shard(block.router)
+        shard(block)
+    shard(model)
     if coalesced:
         fsdp.set_coalesced_collectives(model)
     return model
@@ -105,11 +107,11 @@ def measure(*, device: str, per_dtype: bool, coalesced: bool) -> dict[str, Any]:
 
 def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]:
     """Compares what copies take, and the peak, with the release's."""
-    ways = ((RELEASE, True, False), (BRANCH, False, False), (COALESCED, False, True))
+    ways = [(RELEASE, "release", False), (BRANCH, "branch", False)]
+    ways += [(COALESCED, "branch", True)]
     subjects = [
-        Subject(name, "release" if per_dtype else "branch", request)
-        for name, per_dtype, coalesced in ways
-        for request in [{"per_dtype": per_dtype, "coalesced": coalesced}]
+        Subject(name, side, {"per_dtype": side == "release", "coalesced": coalesced})
+        for name, side, coalesced in ways
     ]
     rounds = rounds or (3 if quick else 9)
     samples = alternate(__name__, sides, [Group("experts", subjects)], rounds)
@@ -123,7 +125,6 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]
     ):
         for subject, bar in zip((BRANCH, COALESCED), bars, strict=True):
             two = exact[subject, metric], RELEASE, exact[RELEASE, metric]
-            row = Row("experts", f"experts, {subject}", quantity, *two, bar)
-            rows.append(row)
+            rows.append(Row("experts", f"experts, {subject}", quantity, *two, bar))
     us = "experts", "processor time of copies", "us"
     return rows + samples.rows(*us, [Comparison("experts", BRANCH, RELEASE, 0.6)])

@@ -100,7 +100,7 @@ def measure(*, device: str, block: str, way: str) -> dict[str, Any]:
 def _copy_us(nbytes: int) -> float:
     source = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return _shortest_us(lambda: target.copy_(source))
+    return shortest_us(lambda: target.copy_(source))
 
 
 def _sum_us(numel: int = 2**24) -> tuple[float, float]:
@@ -109,12 +109,12 @@ def _sum_us(numel: int = 2**24) -> tuple[float, float]:
 
     rows = torch.zeros(8, numel, dtype=torch.bfloat16, device="cuda")
     output = torch.empty(numel, device="cuda")
-    us = _shortest_us(lambda: scaling.add_in_tree(rows, output, 8.0))
+    us = shortest_us(lambda: scaling.add_in_tree(rows, output, 8.0))
     # A copy moves each of its bytes twice
     return us, _copy_us((rows.nbytes + output.nbytes) // 2)
 
 
-def _shortest_us(launch: Callable[[], object]) -> float:
+def shortest_us(launch: Callable[[], object]) -> float:
     times = []
     for _ in range(5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

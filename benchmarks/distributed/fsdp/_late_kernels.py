@@ -82,9 +82,7 @@ class DeviceKit(ScheduleKit):
     def digests(self) -> list[str]:
         handle: Any = self.rank.handle  # the device's own
         handle.synchronize()
-        params: Any = dict.fromkeys(
-            p for unit in self.modules for p in unit.parameters()
-        )
+        params: Any = nn.ModuleList(self.modules).parameters()  # each once
         last = [p._local_tensor for p in params]
         return [digest_of(tensor) for tensor in [*self.noted, *last]]
 

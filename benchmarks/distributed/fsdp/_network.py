@@ -8,6 +8,7 @@ from typing import Any
 
 import _step_time
 from _calls import Call, seen_by
+from _kernels import shortest_us
 from _ratios import alternate, Row
 from _sides import Side
 
@@ -16,17 +17,12 @@ import torch
 
 LATENCY = 25.0  # us
 LINKS = (200, 40)  # GB/s
+CYCLES = 20_000_000
 
 
 @functools.cache
 def cycles_per_us() -> float:
-    torch.cuda._sleep(1000)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    torch.cuda._sleep(cycles := 20_000_000)
-    end.record()
-    torch.cuda.synchronize()
-    return cycles / (start.elapsed_time(end) * 1e3)
+    return CYCLES / shortest_us(lambda: torch.cuda._sleep(CYCLES))
 
 
 def measure(*, device: str, link: float, **step: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@ Peak memory of one rank of a fake group in a step, without an optimizer: on a CP
 ``FSDPMemTracker`` counts, on a device as the caching allocator does.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from _models import language_model, LATE, training_step
@@ -47,16 +46,10 @@ def run(sides: dict[str, Side], *, quick: bool, rounds: int | None) -> list[Row]
     samples = alternate(__name__, sides, [*groups_of(sides, quick=quick)])
     # Half a percent for sizes that an allocator rounds up. Adapters in units of their
     # own are gathered and freed one by one, which no unit for all can have.
-    bars = {RELEASE: 1.005}
-    rows = rows_of("memory", "peak KiB of a rank", "peak_kib", samples, bars)
-    rows = [
-        replace(row, bar=1.05 if LATE in row.case else 1.25)
-        if "adapters" in row.case and row.versus == PER_DTYPE_RELEASE
-        else row
-        for row in rows
-    ]
-    if all(side.device == "cuda" for side in sides.values()):
-        quantity, metric = "reserved KiB of a rank", "reserved_kib"
-        bars = {RELEASE: 1.05}
-        rows += rows_of("memory", quantity, metric, samples, bars)
-    return rows
+    what = "memory", "peak KiB of a rank", "peak_kib"
+    rows = rows_of(*what, samples, {RELEASE: 1.005})
+    for row in rows:
+        if "adapters" in row.case and row.versus == PER_DTYPE_RELEASE:
+            row.bar = 1.05 if LATE in row.case else 1.25
+    what = "memory", "reserved KiB of a rank", "reserved_kib"  # on a device alone
+    return rows + rows_of(*what, samples, {RELEASE: 1.05})

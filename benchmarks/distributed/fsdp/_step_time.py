@@ -89,8 +89,7 @@ def rows_of(
     compared = []
     for group, subject, measured in samples.values:
         if measured == metric and subject != BRANCH:
-            of_subject = [bar for name, bar in bars.items() if subject.startswith(name)]
-            bar = of_subject[0] if of_subject else None
+            bar = next((b for s, b in bars.items() if subject.startswith(s)), None)
             compared.append(Comparison(group, BRANCH, subject, bar))
     return samples.rows(part, quantity, metric, compared)
 

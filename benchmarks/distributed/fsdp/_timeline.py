@@ -289,13 +289,13 @@ def run(sides: dict[str, Side], **options: Any) -> list[Row]:
     rows = []
     for case in CASES:
         found = []
-        for side, is_coalesced in (
+        for side, coalesced in (
             ("release", False),
             ("branch", False),
             ("branch", True),
         ):
             sides[side].start()
-            request = {"case": case, "coalesced": is_coalesced}
+            request = {"case": case, "coalesced": coalesced}
             request["per_dtype"] = side == "release"
             found.append(sides[side].ask(__name__, request))
         release, branch, direct = (each["ms"] for each in found)
