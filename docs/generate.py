@@ -27,10 +27,9 @@ def imports_of(file: Path) -> set[str]:
     # Only types refer to what imports the file
     tree.body = [node for node in tree.body if not is_for_types(node)]
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            names |= {node.module or ""} | {alias.name for alias in node.names}
-        elif isinstance(node, ast.Import):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
             names |= {alias.name for alias in node.names}
+            names.add(getattr(node, "module", None) or "")
     stems = {path.stem for path in file.parent.glob("*.py")}
     return {name.split(".")[-1] for name in names} & (stems - {file.stem})
 
@@ -79,10 +78,8 @@ def functions() -> str:
     for name in added:
         function = operator.attrgetter(name)(fsdp)
         signature = inspect.signature(function)
-        bare = [
-            parameter.replace(annotation=inspect.Parameter.empty)
-            for parameter in signature.parameters.values()
-        ]
+        given = signature.parameters.values()
+        bare = [each.replace(annotation=signature.empty) for each in given]
         call = f"{name}{signature.replace(parameters=bare, return_annotation=signature.empty)}"
         text = inspect.getdoc(function) or ""
         values = re.search(r"\(BackwardPrefetch, \w+\): (.+?)\n    \w", text, re.S)

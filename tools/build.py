@@ -46,9 +46,8 @@ LABEL = "mixeddtype1"
 
 def run(*command: str | Path, **env: str) -> None:
     """Runs a command, which says itself what goes wrong."""
-    status = subprocess.run([*map(str, command)], env=os.environ | env).returncode
-    name = Path(command[0]).name
-    if status != 0:
+    if status := subprocess.run(command, env=os.environ | env).returncode:
+        name = Path(command[0]).name
         raise ToolError(f"{name} stopped with status {status}, see above")
 
 
@@ -79,9 +78,8 @@ def requirements_of(group: str) -> list[str]:
     if group == DEV:
         return [*re.findall(r"(?m)^[a-z].*", (ROOT / "requirements.txt").read_text())]
     # Python 3.10 reads no TOML
-    (listed,) = re.findall(
-        rf"(?ms)^{group} = \[$(.*?)^\]", (ROOT / "pyproject.toml").read_text()
-    )
+    text = (ROOT / "pyproject.toml").read_text()
+    (listed,) = re.findall(rf"(?ms)^{group} = \[$(.*?)^\]", text)
     return re.findall('"(.+)"', listed)
 
 
@@ -243,7 +241,7 @@ def set_version(unpacked: Path, version: str) -> None:
     dist_info.rename(unpacked / f"torch-{ours}.dist-info")
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=("setup", "wheel"))
     groups = ", ".join((DEV, MODELS, CLIENTS))
@@ -256,13 +254,11 @@ def main(arguments: list[str]) -> int:
         else:
             Build(release).set_up(parsed.groups)
     except (ToolError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
-        return 130
-    return 0
+        sys.exit(130)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -243,8 +243,7 @@ class Overlay:
         if folder.exists():
             raise ToolError(f"{folder} is there: remove it, or name another")
         self.check()
-        links = torch_links(self.site, self.root, self.ours)
-        lay_links(folder, links, copies=self.ours)
+        lay_links(folder, torch_links(self.site, self.root, self.ours), self.ours)
         return f"{folder}: the branch; before a command, PYTHONPATH={folder}"
 
 
@@ -377,19 +376,16 @@ COMMIT_BRANCH = "fsdp2-mixed-dtype"
 # What tests of what is here alone, set-up and tools, examples, pages, have in them
 STAYS_HERE = re.compile(r'fsdp_helpers\W(build|clients)\b|REPO_ROOT|"(docs|examples)"')
 # Upstream has a test of this name, which stays; ours stands beside it
-LAID_AS = {
-    f"{TESTS}/test_fully_shard_comm.py": f"{TESTS}/test_fully_shard_mixed_comm.py",
-}
+LAID_AS = "test_fully_shard_comm.py", "test_fully_shard_mixed_comm.py"
 
 
 def files_to_lay(root: Path = ROOT) -> dict[str, Path]:
     """Returns our sources and their tests, by their path in a checkout."""
-    files = {path: root / path for path in tracked_files(root, "torch", "test")}
     return {
-        LAID_AS.get(path, path): source
-        for path, source in files.items()
+        path.replace(*LAID_AS): root / path
+        for path in tracked_files(root, "torch", "test")
         if not re.search("/fsdp_helpers/(build|clients)/", path)
-        and not ("/test_" in path and STAYS_HERE.search(source.read_text()))
+        and not ("/test_" in path and STAYS_HERE.search((root / path).read_text()))
     }
 
 
@@ -489,16 +485,15 @@ def main(arguments: list[str]) -> int:
     parsed = parser.parse_args(arguments)
     try:
         print(run(parsed))
+        return 0
     except ToolError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        text = str(error)
     except OSError as error:
         text = f"{error.strerror or error}: {error.filename}"
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             text = f"{error.filename} cannot be written: --to DIR leaves it as it is"
-        print(f"error: {text}", file=sys.stderr)
-        return 1
-    return 0
+    print(f"error: {text}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":
