@@ -67,22 +67,21 @@ def make_model(*, per_dtype: bool, coalesced: bool) -> nn.Sequential:
 def copies_counted() -> Iterator[Counter[str]]:
     """Counts bytes, kernels and microseconds of copies, with those inside of others."""
     found: Counter[str] = Counter()
-    inside: list[str] = []
+    inside: list[Any] = []
 
-    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if inside:
                 return original(tensors, *args, **kwargs)
-            inside.append(name)
+            inside.append(original)
             begun = time.process_time()
-            try:
-                return original(tensors, *args, **kwargs)
-            finally:
-                inside.pop()
-                found["us"] += int((time.process_time() - begun) * 1e6)
-                copied = [tensors] if isinstance(tensors, Tensor) else tensors
-                found["nbytes"] += 2 * sum(tensor.nbytes for tensor in copied)
-                found["kernels"] += 1
+            result = original(tensors, *args, **kwargs)
+            found["us"] += int((time.process_time() - begun) * 1e6)
+            copied = [tensors] if isinstance(tensors, Tensor) else tensors
+            found["nbytes"] += 2 * sum(tensor.nbytes for tensor in copied)
+            found["kernels"] += 1
+            inside.clear()
+            return result
 
         return call
 
@@ -90,7 +89,7 @@ def copies_counted() -> Iterator[Counter[str]]:
     with contextlib.ExitStack() as stack:
         for owner, name in (*((torch, name) for name in COPIES), *mixed):
             if original := getattr(owner, name, None):
-                patch = mock.patch.object(owner, name, counted(name, original))
+                patch = mock.patch.object(owner, name, counted(original))
                 stack.enter_context(patch)
         yield found
 

@@ -47,9 +47,8 @@ PRECISIONS: dict[str, tuple[tuple[torch.dtype, ...], dict[str, torch.dtype]]] = 
 def scales_block(params: int, dtypes: Sequence[torch.dtype]) -> nn.Sequential:
     """Returns ``params`` parameters, as evenly over the dtypes as they divide."""
     counts = [len(range(i, params, len(dtypes))) for i in range(len(dtypes))]
-    return nn.Sequential(
-        *(Scales(n, SHAPE, dtype) for n, dtype in zip(counts, dtypes) if n)
-    )
+    scales = [Scales(n, SHAPE, dtype) for n, dtype in zip(counts, dtypes) if n]
+    return nn.Sequential(*scales)
 
 
 def shard_scales(
@@ -94,9 +93,8 @@ class LlamaBlock(Block):
         super().__init__()
         self.heads = heads
         self.attention_norm = RMSNorm(dim, dtype=BF16)
-        self.wq, self.wk, self.wv, self.wo = (
-            self._projection(dim, dim) for _ in range(4)
-        )
+        square = (self._projection(dim, dim) for _ in range(4))
+        self.wq, self.wk, self.wv, self.wo = square
         self.ffn_norm = RMSNorm(dim, dtype=BF16)
         self.w1 = self._projection(dim, hidden)
         self.w2 = self._projection(hidden, dim)
@@ -270,11 +268,9 @@ def language_model(
     if way == ALL_FP32:
         model.float()
     shard(model, way, init_device_mesh(device, (dist.get_world_size(),)))
-    x = torch.randn(
-        *((1, 512) if is_large else (2, 32)),  # sequences, positions
-        sizes.get("dim", 512),
-        generator=torch.Generator().manual_seed(dist.get_rank()),
-    )
+    sequences, positions = (1, 512) if is_large else (2, 32)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(sequences, positions, sizes.get("dim", 512), generator=generator)
     return model, x.to(device, FP32 if way == ALL_FP32 else BF16)
 
 

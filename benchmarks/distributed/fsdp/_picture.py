@@ -32,9 +32,8 @@ def panel(title: str, step: dict[str, Any], top: float) -> str:
     for stream, what, begin, end, _ in step["spans"]:
         streams.setdefault(stream, []).append((what, begin, end - begin))
     # A stream is named after its longest span
-    rows = {
-        max(spans, key=lambda span: span[2])[0]: spans for spans in streams.values()
-    }
+    named = ((max(spans, key=lambda s: s[2])[0], spans) for spans in streams.values())
+    rows = dict(named)
     end, took = LEFT + step["ms"] * PER_MS, f"{step['ms']:.1f} ms"
     lines = [
         text(MARGIN, top, f"{title}: {caption(step)}", font_weight="bold"),

@@ -31,8 +31,8 @@ ON_CPU = "test_fully_shard_way.py"  # `make test` runs the other tests there
 AS_EXPECTED, WRONG, SLOWER = "as expected", "wrong", "slower than expected"
 DIED, HUNG, NOT_RUN = "died", "timed out", "not run"
 SECONDS = 300  # of each process
-TIMED_OUT = 124  # as `timeout` says it
-SOME_FAILED, NONE_COLLECTED = 1, 5  # as pytest says it
+# Exit statuses of pytest, and that of `timeout`
+STATUSES = {0: AS_EXPECTED, 5: AS_EXPECTED, 1: WRONG, 124: HUNG}
 
 
 class Line(NamedTuple):
@@ -77,10 +77,6 @@ def finished(*command: str, **variables: str) -> tuple[int, str]:
     return done.returncode, (done.stdout.strip().splitlines() or [""])[-1]
 
 
-def ended(status: int) -> str:
-    return HUNG if status == TIMED_OUT else DIED
-
-
 def run_file(file: Path) -> Line:
     """Runs the tests of a file, and says how many of them ran where."""
     command = ("-m", "pytest", "-q", os.path.relpath(file, ROOT))
@@ -91,11 +87,11 @@ def run_file(file: Path) -> Line:
         status, last = finished(*command, "-p", "_where", **variables)
         found = json.loads(counts.read_text()) if counts.exists() else {}
     texts = [f"{count} {what}" for what, count in sorted(found.items())]
-    has_run = any(what.startswith("on ") for what in found)
-    verdict = AS_EXPECTED if has_run else NOT_RUN
-    if status not in (0, NONE_COLLECTED):
-        verdict = WRONG if status == SOME_FAILED else ended(status)
+    verdict = STATUSES.get(status, DIED)
+    if verdict != AS_EXPECTED:
         texts.append(last)
+    elif not any(what.startswith("on ") for what in found):
+        verdict = NOT_RUN
     shell = f"python3 {' '.join(command)}"
     return Line("tests", file.stem, ", ".join(texts), "all pass", verdict, shell)
 
@@ -120,7 +116,8 @@ def run_bench(part: str, args: argparse.Namespace) -> Iterator[Line]:
     quick = ["--quick"] if args.device == "cpu" else []
     status, last = finished(BENCH, *options, *quick, "--output", str(folder))
     if status != 0:
-        yield Line(part, "", last, "", ended(status), command)
+        verdict = HUNG if status == 124 else DIED
+        yield Line(part, "", last, "", verdict, command)
         return
     for row in json.loads((folder / "results.json").read_text())["rows"]:
         if row["is_met"] is not None:
@@ -151,10 +148,8 @@ def page_of(header: dict[str, Any], lines: list[Line]) -> str:
     texts += [f"- **{count}** {verdict}" for verdict, count in counts.items()]
     for part in dict.fromkeys(line.part for line in lines):
         of_part = [line for line in lines if line.part == part]
-        texts += ["", f"## {part}", ""]
-        texts += [
-            f"`{command}`" for command in dict.fromkeys(x.command for x in of_part)
-        ]
+        commands = dict.fromkeys(line.command for line in of_part)
+        texts += ["", f"## {part}", "", *(f"`{command}`" for command in commands)]
         texts += ["", "| case | value | expected | verdict |", "|---|---|---|---|"]
         for line in of_part:
             cells = (line.case, line.value, line.expected, line.verdict)
