@@ -46,9 +46,9 @@ class AllGatherState(NamedTuple):
 
 class Handoff(NamedTuple):
     """
-    Buffers that the reductions of one post-backward use in other streams than those that
-    allocated them. The context holds it, so that no other tensor gets their memory. Call
-    :meth:`release` before it is dropped, but at the end of backward, which waits anyway.
+    Buffers that one post-backward's reductions use in other streams than allocated them,
+    and that the context holds meanwhile. Call :meth:`release` before it is dropped, but at
+    the end of backward, which waits anyway.
     """
 
     buffers: tuple[torch.Tensor, ...]

@@ -121,9 +121,8 @@ def get_shards(fsdp_params: Sequence[Any]) -> list[Tensor]:
 
 
 def has_extension(fsdp_param: Any) -> bool:
-    shard = fsdp_param.sharded_param._local_tensor
-    makes_inputs = hasattr(shard, "fsdp_pre_all_gather")
-    return makes_inputs or hasattr(fsdp_param, "_extensions_data")
+    shard, method = fsdp_param.sharded_param._local_tensor, "fsdp_pre_all_gather"
+    return hasattr(shard, method) or hasattr(fsdp_param, "_extensions_data")
 
 
 def get_all_gather_inputs(fsdp_param: FSDPParam) -> list[Tensor]:
@@ -372,9 +371,8 @@ class ParamGroupCache:
     def _free_together(self) -> bool:
         """Frees all outputs, or returns False if each parameter has to do so itself."""
         outputs = self.outputs
-        keeps = RELEASE.may_keep_storage and any(
-            p.keep_unsharded_storage for p in self.fsdp_params
-        )
+        params = self.fsdp_params if RELEASE.may_keep_storage else ()
+        keeps = any(p.keep_unsharded_storage for p in params)
         if outputs is None or self._has_extensions or keeps:
             return False
         allocated = self.direct_memory.allocated

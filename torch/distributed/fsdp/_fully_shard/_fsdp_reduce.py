@@ -69,9 +69,8 @@ def _default_reduce_scatter_input_fn(
     sizes: list[torch.Size] = []
     for i, (fsdp_param, grad) in enumerate(zip(fsdp_params, unsharded_grads)):
         if (dim := fsdp_param.fsdp_placement.dim) != 0 and world_size > 1:
-            grad = unsharded_grads[i] = _view_by_rank(grad, dim, world_size).flatten(
-                0, 1
-            )
+            by_rank = _view_by_rank(grad, dim, world_size)
+            grad = unsharded_grads[i] = by_rank.flatten(0, 1)
         rows = -(-grad.size(0) // world_size) * world_size
         sizes.append(torch.Size([rows, *grad.size()[1:]]))
     return tuple(sizes)
@@ -107,9 +106,8 @@ class Reduction:
     @property
     def is_default(self) -> bool:
         """Whether neither users nor plugins have replaced a part of the reduction."""
-        return (
-            type(self.reduce_scatter_comm) is DefaultReduceScatter and not self.plugins
-        )
+        is_default = type(self.reduce_scatter_comm) is DefaultReduceScatter
+        return is_default and self.plugins is None
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return allocate(self.reduce_scatter_comm, numel, dtype, self.device)
