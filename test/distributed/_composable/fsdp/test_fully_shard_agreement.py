@@ -245,7 +245,7 @@ DISAGREEMENTS = {
         **DRIFTED,
     ),
     "microbatch_skipped": Disagreement(
-        ("has earlier gradients", "has no earlier gradients"),
+        ("has an earlier one", "has no earlier one"),
         {"last": {"microbatches": 1}},
         {"last": {"microbatches": 2}, "steps": 3, "microbatches": 2},
         **DRIFTED,

@@ -207,7 +207,7 @@ class TestWrongUses(DeviceFreeTest):
                 call()
 
     def test_overrides_that_cannot_be_asked(self) -> None:
-        with self.assertRaisesRegex(ValueError, r"layers\.0\.gate: KeyError\(\)"):
+        with self.assertRaisesRegex(RuntimeError, r"layers\.0\.gate: KeyError\(\)"):
             resolve(failing(KeyError()), param())
         policy = by_name(Model(), {"*.A_log": {"reduce_dtype": FP32}})
         with self.assertRaisesRegex(TypeError, "by_name is asked by name"):
@@ -246,6 +246,14 @@ class TestResolve(DeviceFreeTest):
             with self.subTest("computes", stored=stored, dtype=dtype):
                 computes = returning(param_dtype=dtype)
                 self.assertEqual(resolve(computes, param(stored)), (dtype, FP32))
+
+    def test_comm_dtype_adds_in_fp32_only_while_it_is_set(self):
+        policy = Policy(BF16, grad_comm_dtype=BF16)
+        self.assertEqual(
+            policies.resolve(policy, param(), "gate", None).reduce_dtype, FP32
+        )
+        unset = dataclasses.replace(policy, grad_comm_dtype=None)
+        self.assertIsNone(policies.resolve(unset, param(), "gate", None).reduce_dtype)
 
     def test_default_of_reduce_dtype_must_be_reducible(self) -> None:
         """It is the computed dtype, or since 2.15 the gradient's."""

@@ -77,15 +77,12 @@ class UnitAgreement:
 
     def check_gather(self, group: dist.ProcessGroup, comm: AllGather) -> None:
         """Raises if the ranks of ``group``, about to gather by ``comm``, disagree."""
-        needs_all_ranks = getattr(comm, "needs_all_ranks", False)
-        if needs_all_ranks and not _is_traced(self._param_group):
-            self._compare(group)
-            self.has_compared_gathers = _mode() != "always"
+        if getattr(comm, "needs_all_ranks", False):
+            has_compared = self._compare(group)
+            self.has_compared_gathers = has_compared and _mode() != "always"
 
     def check_reductions(self, buckets: Sequence[ReduceBucket], *settings: Any) -> None:
         """Raises if ranks are about to reduce other ``buckets``, by these ``settings``."""
-        if _is_traced(self._param_group):
-            return  # to be tried again
         scatter_group, replicate_group, comm, all_reduces = settings
         groups = [scatter_group] if getattr(comm, "needs_all_ranks", False) else []
         groups += [replicate_group] if all_reduces else []
@@ -94,8 +91,8 @@ class UnitAgreement:
         for group in filter(None, groups):
             known = self._patterns.setdefault(group, set())
             is_new = pattern not in known and len(known) < _MAX_PATTERNS
-            if always or is_new:
-                self._compare(group, buckets)
+            if (always or is_new) and not self._compare(group, buckets):
+                return  # to be tried again
             if is_new:
                 known.add(pattern)
         if not always:
@@ -116,14 +113,16 @@ class UnitAgreement:
                 note += f"{_SWITCH}=always on all ranks finds the difference. {_ADVICE}"
             add_note(error, note)
 
-    def _compare(self, group: dist.ProcessGroup, buckets: _Buckets = None) -> None:
-        """Compares the ranks of ``group``, if any, by an all-gather of 32 bytes."""
+    def _compare(self, group: dist.ProcessGroup, buckets: _Buckets = None) -> bool:
+        """Compares ranks, if any, by an all-gather of 32 bytes. False while tracing."""
         device, backend = self._param_group.device, "fake"
         # A group of another class may have no all-gather, or members that come and go
         if type(group).__module__.startswith("torch.") and _mode() != "0":
             backend = backend_name(group, device)
         if backend == "fake" or group.size() == 1:
-            return
+            return True
+        if _is_traced(self._param_group):
+            return False
         count = _num_comparisons[group] = _num_comparisons.get(group, 0) + 1
         number = self._numbers.get(group, count)
         mine = _announce(self._param_group, buckets, number)
@@ -143,13 +142,14 @@ class UnitAgreement:
                 rows = digests.cpu().view(group.size(), -1)
                 if bool((rows == rows[0]).all()):
                     self._numbers[group] = number
-                    return
+                    return True
                 dist.all_gather_object(by_rank, mine, group=group)
         except BaseException as error:
             self.add_note(error, buckets)
             raise
         ranks = dist.get_process_group_ranks(group)
         _raise_if_different(dict(zip(ranks, by_rank, strict=True)))
+        return True
 
 
 def _announce(group: FSDPParamGroup, buckets: _Buckets, number: int = 0) -> list[Any]:
@@ -177,7 +177,9 @@ def _announce(group: FSDPParamGroup, buckets: _Buckets, number: int = 0) -> list
             # A rank whose shard is empty may have no gradient
             if _mode() == "always" and shards_evenly(params[i]):
                 has_earlier = params[i].sharded_param.grad is not None
-                state = f"has {'' if has_earlier else 'no '}earlier gradients to add to"
+                texts[i] += (
+                    f", has {'an' if has_earlier else 'no'} earlier one to add to"
+                )
     texts = [
         f"{text}, has size {tuple(p._orig_size)}, is sharded as {p.fsdp_placement},"
         for text, p in zip(texts, params, strict=True)

@@ -258,9 +258,6 @@ def unshard_single_rank(cache: ParamGroupCache, device: torch.device) -> None:
     copy_each(targets, inputs.tensors)
 
 
-# Copies #
-
-
 def fill_segment(output: Tensor, inputs: GatherInputs, rank: int) -> Tensor:
     """Writes this rank's shards into its segment of a gather's buffer. Returns that."""
     layout = inputs.plan.layout

@@ -17,18 +17,11 @@ from ._fsdp_api import _ReduceOp, AllGather, ReduceScatter
 
 # As in the release's `_fsdp_collectives`
 __all__ = [
-    "AllGather",
-    "DefaultAllGather",
-    "DefaultAllocMixin",
-    "DefaultReduceScatter",
-    "ProcessGroupAllocAllGather",
-    "ProcessGroupAllocMixin",
-    "ProcessGroupAllocReduceScatter",
-    "ReduceScatter",
-    "SymmMemAllGather",
-    "SymmMemAllocMixin",
-    "SymmMemReduceScatter",
-]
+    "AllGather", "DefaultAllGather", "DefaultAllocMixin", "DefaultReduceScatter",
+    "ProcessGroupAllocAllGather", "ProcessGroupAllocMixin",
+    "ProcessGroupAllocReduceScatter", "ReduceScatter", "SymmMemAllGather",
+    "SymmMemAllocMixin", "SymmMemReduceScatter",
+]  # fmt: skip
 
 _Size: TypeAlias = Sequence[int | torch.SymInt]
 

@@ -137,9 +137,6 @@ class PluginNames:
             self._partial_reduces.assign(self, output)
 
 
-# Unshard #
-
-
 @torch.no_grad()
 def _get_param_all_gather_inputs(fsdp_params: list[FSDPParam]) -> list[list[Tensor]]:
     """

@@ -39,7 +39,8 @@ def note_sharding(error: Exception, param: torch.Tensor, name: str) -> None:
         note += "and tensor parallelism with named mesh dims other than FSDP's."
     elif type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         methods = "fsdp_pre_all_gather, split, new_zeros and copy_"
-        note += f" Implement {methods}, or put it in ignored_params."
+        kind = type(param).__name__
+        note += f" Implement {methods} in {kind}, or put it in ignored_params."
     add_note(error, note)
 
 

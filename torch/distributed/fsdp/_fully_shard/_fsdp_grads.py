@@ -341,9 +341,6 @@ class PartialReduces(dict[BucketKey, tuple[ReduceBucket, Tensor]]):
         raise ValueError(f"_partial_reduce_output of unit '{group._unit_name}' {fix}")
 
 
-# Small buckets #
-
-
 @dataclass(eq=False)
 class JoinedReduction:
     """Small buckets that wait for one reduction, in the same order on all ranks."""

@@ -68,8 +68,6 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
                 raise TypeError(f"{name} is {value!r}: give a torch.dtype")
         if isinstance(self.cast_forward_inputs, torch.dtype):
             raise TypeError("cast_forward_inputs is a dtype: give fields by keyword")
-        if self.grad_comm_dtype and self.reduce_dtype is None:
-            object.__setattr__(self, "reduce_dtype", torch.float32)  # it is frozen
         for name, fn in _overrides_of(self).items():
             if not callable(fn):
                 raise TypeError(f"{name}_override_fn is {fn!r}: give a function")
@@ -116,7 +114,9 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
         return _with_overrides(policy, module, patterns)
 
 
-def resolve(policy: _P, param: nn.Parameter, fqn: str, is_whole: bool | None) -> _P:
+def resolve(
+    policy: _P, param: nn.Parameter, fqn: str, is_whole: bool | None, unit: Any = None
+) -> _P:
     """
     Returns one parameter's policy, without overrides. ``is_whole``: whether ``fqn`` is the
     whole name in the model that ``by_name`` was called on. While nobody knows, it is None,
@@ -130,17 +130,29 @@ def resolve(policy: _P, param: nn.Parameter, fqn: str, is_whole: bool | None) ->
             try:
                 dtype = override_fn(param)
             except Exception as error:
+                # Users refuse a parameter with a ValueError
+                cls = ValueError if isinstance(error, ValueError) else RuntimeError
                 fault = f"{name}_override_fn failed for parameter {fqn}"
-                raise ValueError(f"{fault}: {error!r}") from error
+                raise cls(f"{fault}: {error!r}") from error
         if not is_table or is_whole is not None:
             changes[f"{name}_override_fn"] = None
         if dtype is not None:
             _check_override(name, dtype, param, fqn)
             changes[name] = dtype
     resolved = replace(policy, **changes) if changes else policy
+    if (reduce_dtype := _get_reduce_dtype(resolved)) != resolved.reduce_dtype:
+        resolved = replace(resolved, reduce_dtype=reduce_dtype)
     if param.requires_grad and param.dtype.is_floating_point:
-        _check_can_train(resolved, changes.get("param_dtype"), param, fqn)
+        is_override = resolved.param_dtype != (unit or policy).param_dtype
+        _check_can_train(resolved, is_override and resolved.param_dtype, param, fqn)
     return resolved
+
+
+def _get_reduce_dtype(policy: Any) -> torch.dtype | None:
+    is_default = policy.reduce_dtype is None and getattr(
+        policy, "grad_comm_dtype", None
+    )
+    return torch.float32 if is_default else policy.reduce_dtype
 
 
 def resolve_all(
@@ -154,7 +166,7 @@ def resolve_all(
     tables, names = tables_of(policy), [_ends_of(fqn)[0] for fqn in fqns]
     is_whole = is_named and all(n in table.by_fqn for table in tables for n in names)
     named = zip(earlier or [policy] * len(fqns), params, fqns, strict=True)
-    return [resolve(*each, is_whole) for each in named]
+    return [resolve(*each, is_whole, policy) for each in named]
 
 
 def tables_of(policy: Any) -> list[DtypeByName]:
@@ -188,7 +200,7 @@ def _check_can_train(policy: Any, override: Any, param: nn.Parameter, fqn: str) 
         raise ValueError(f"{fault}. Give a floating-point dtype, or an override.")
     reduce_dtype, fault = policy.reduce_dtype, f"The gradient of {fqn} cannot be"
     comm_dtype = getattr(policy, "grad_comm_dtype", None)  # not in the release's class
-    if reduce_dtype is None and override is not None:
+    if reduce_dtype is None and override:
         reduce_dtype = RELEASE.default_reduce_dtype(param) or override
     dtypes = {"reduce_dtype": reduce_dtype, "grad_comm_dtype": comm_dtype}
     for name, dtype in dtypes.items():
@@ -291,7 +303,8 @@ def _dtypes_of(pattern: str, value: Any, policy: Any) -> Mapping[str, Any]:
         unset = [(f.name, f.default) for f in fields(value)]
         # Fields of whole modules may repeat arguments of by_name
         unset += [item for item in vars(policy).items() if item[0] not in OVERRIDDEN]
-        dtypes = dict(item for item in vars(value).items() if item not in unset)
+        dtypes = vars(value) | {"reduce_dtype": _get_reduce_dtype(value)}
+        dtypes = dict(item for item in dtypes.items() if item not in unset)
     if not isinstance(dtypes, Mapping):
         raise TypeError(f"Pattern {pattern!r} sets {value!r}: give a dict or a policy")
     for name, dtype in dtypes.items():

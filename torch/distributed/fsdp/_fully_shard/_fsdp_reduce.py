@@ -501,9 +501,6 @@ def _chunk_cat(tensors: list[Tensor], rows: Tensor, by_operator: bool) -> None:
         raise RuntimeError(f"a rank's gradients have {found}")
 
 
-# Partial reduces #
-
-
 @torch.no_grad()
 def relayout(
     bucket: ReduceBucket, shard: Tensor, target_bucket: ReduceBucket, scaling: Scaling

@@ -269,7 +269,7 @@ def _warn_of_losses(group: FSDPParamGroup) -> None:
     if late and group.mesh_info.mesh.size() > 1:
         warnings.warn(
             f"{listed(get_param_names(late, group.modules))} of unit '{group._unit_name}' "
-            "came after fully_shard, so are not reduced. Register parameters before it",
+            "came after fully_shard: neither sharded nor reduced. Register them before it",
             stacklevel=2,
         )
 

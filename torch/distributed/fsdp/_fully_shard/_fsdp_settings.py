@@ -157,8 +157,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _refuse(group: FSDPParamGroup, setter: str, value: Any, fix: str) -> NoReturn:
-    error = ValueError if _is_number(value) else TypeError
-    raise error(f"{setter} of unit '{group._unit_name}' got {value!r}: pass {fix}")
+    raise TypeError(f"{setter} of unit '{group._unit_name}' got {value!r}: pass {fix}")
 
 
 def check_policies(group: FSDPParamGroup, mp_policy: Any, offload: Any = None) -> None:
@@ -176,7 +175,11 @@ def note_deferral(group: FSDPParamGroup, all_reduce_grads: bool) -> None:
 def check_divide_factor(group: FSDPParamGroup, factor: Any) -> None:
     is_usable = _is_number(factor) and math.isfinite(factor) and factor != 0
     if factor is not None and not is_usable:
-        _refuse(group, "set_gradient_divide_factor", factor, "a finite number but 0")
+        error = ValueError if _is_number(factor) else TypeError
+        fault = (
+            f"set_gradient_divide_factor of unit '{group._unit_name}' got {factor!r}"
+        )
+        raise error(f"{fault}: pass a finite number other than 0")
 
 
 def _check_comm(group: Any, comm: Any, kind: str, cls: type, other: type) -> None:
