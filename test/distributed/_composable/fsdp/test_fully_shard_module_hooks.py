@@ -184,7 +184,7 @@ class TestLost(FakeGroupTest):
         "parameter": (
             None,
             lambda model: setattr(model[1], "bias", nn.Parameter(torch.ones(DIM))),
-            r"^1\.bias of unit 'FSDPSequential' came after .* Register parameters before",
+            r"^1\.bias of unit 'FSDPSequential' came after .* Register them before",
         ),
         "module": (
             None,
