@@ -285,15 +285,14 @@ def _fill_by_operator(output: Tensor, inputs: GatherInputs, rank: int) -> Tensor
 
 def _copy_in(segment: Tensor, inputs: GatherInputs) -> Tensor:
     """Fills and returns this rank's ``segment`` (1D), in one pass, which also casts."""
-    all_sources = inputs.sources or inputs.make_sources()
-    for copy, sources in zip(inputs.plan.copies, all_sources, strict=True):
-        target, slots = copy.region.view(segment), copy.region.slots
-        if not copy.casts and not inputs.are_on_host:
+    by_copy = inputs.sources or inputs.make_sources()
+    for (region, casts, _), sources in zip(inputs.plan.copies, by_copy, strict=True):
+        target, slots = region.view(segment), region.slots
+        if not casts and not inputs.are_on_host:
             torch.cat(sources, out=target)  # needs no view of each slot
             continue
         targets = target.split([numel for _, numel in slots])
-        used = [k for k, (i, _) in enumerate(slots) if i is not None]
-        for group in copy.casts or [used]:
+        for group in casts or [[k for k, (i, _) in enumerate(slots) if i is not None]]:
             _copy_group([targets[k] for k in group], [sources[k] for k in group])
     return segment
 
