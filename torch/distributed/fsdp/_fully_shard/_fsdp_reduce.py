@@ -26,7 +26,8 @@ reduction's input over a single rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from typing import Any, cast, NamedTuple, TYPE_CHECKING, TypeAlias
@@ -378,12 +379,10 @@ _MAX_RUN_NUMEL = 2**20
 class CopyInPlan(NamedTuple):
     """How gradients of certain dtypes and strides are copied in."""
 
-    dtypes: Sequence[torch.dtype | None]  # see `_as_chunks`
-    by_operator: bool  # or by the fused kernel, which one call copies those not apart
-    # Copied apart, each with the length of the slice that stands in for it, and the
-    # gradient that has these slices, None if all are copied apart
-    apart: Mapping[int, int]
-    largest: int | None = None
+    by_operator: bool  # or by the fused kernel
+    # One call copies the gradients of this dtype, or all if there are no runs
+    fused_dtype: torch.dtype | None
+    runs: Sequence[range]  # of the others: adjacent ones, which are copied apart
 
 
 def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> None:
@@ -393,16 +392,20 @@ def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> No
     facts = dtypes, rows.dtype, rows.device, rows.size(0), is_dense, is_observed
     if bucket.copy_in[0] != facts:
         bucket.copy_in = facts, _plan_copy_in(bucket, grads, facts)
-    plan: CopyInPlan = bucket.copy_in[1]
-    if not plan.apart:
-        _chunk_cat(grads, rows, plan.by_operator)
+    by_operator, dtype, runs = bucket.copy_in[1]
+    if not runs:
+        _chunk_cat(grads, rows, by_operator)
         return
-    if plan.largest is not None:
-        placed, flat = [*grads], grads[plan.largest].view(-1)
-        for i, numel in plan.apart.items():
-            placed[i] = flat[:numel]
-        _chunk_cat(placed, rows, plan.by_operator)
-    _copy_in_apart(bucket, grads, rows, plan)
+    starts, fused = bucket.starts, [*grads]
+    apart = [(run, rows[:, starts[run.start] : starts[run.stop]]) for run in runs]
+    if dtype is not None:
+        for run, columns in reversed(apart):
+            fused[run.start : run.stop] = [rows.new_empty(columns.size(), dtype=dtype)]
+        _chunk_cat(fused, rows, by_operator)
+    fused.clear()  # before temporaries are allocated
+    for run, columns in apart:
+        dim, in_run = bucket.slots[run.start].shard_dim, grads[run.start : run.stop]
+        _copy_in_run(in_run, dim, columns, by_operator)
 
 
 def _plan_copy_in(bucket: ReduceBucket, grads: list[Tensor], facts: Any) -> CopyInPlan:
@@ -410,67 +413,54 @@ def _plan_copy_in(bucket: ReduceBucket, grads: list[Tensor], facts: Any) -> Copy
     [Note: One kernel for most gradients]
     The fused kernel needs dense tensors of one dtype and fills all columns. It casts
     bf16 to fp32 only; another cast, or one mismatched tensor, would send all down its
-    slow path. So of the gradients that it accepts it gets the largest and those of the
-    same dtype. Slices of the largest, if that is long enough, stand in for the rest,
-    which is then copied over these columns. (Since 2.15 an operator accepts bf16 and fp32
-    together on CUDA.) To parts of longer rows, not dense, each is copied apart.
+    slow path. So it gets the gradients of one dtype that it accepts, and uninitialized
+    memory for runs of others, which are then copied over these columns. (Since 2.15 an
+    operator accepts bf16 and fp32 together on CUDA.) To parts of longer rows, not dense,
+    all are copied in runs.
     """
-    dtypes, target, device, world_size, is_dense, is_observed = facts
-    bf16, fp32 = torch.bfloat16, torch.float32
-    accepted = {target, bf16} if target is fp32 else {target}
+    dtypes, target, device, _, is_dense, is_observed = facts
+    found, bf16_and_fp32 = {*dtypes}, {torch.bfloat16, torch.float32}
+    accepted = bf16_and_fp32 if target is torch.float32 else {target}
     # A uniform unit uses the release's memory and launches
     is_uniform = not bucket.is_mixed and bucket.comm_dtype is None
-    # Observed steps call the operator, even on its slow path
-    use_kernel = (dtypes[0] is not None and len({*dtypes}) == 1) and (
-        is_uniform or dtypes[0] in accepted or is_observed
-    )
-    # As the release does in uniform units. On CUDA it also saves a temporary
-    can_cast = RELEASE.chunk_cat != "chunk_cat"
-    use_mixed_operator = (not use_kernel and can_cast) and (
-        (is_uniform and None not in dtypes)
-        or (device.type == "cuda" and {*dtypes, target} <= {bf16, fp32})
-    )
-    if is_dense and (use_kernel or use_mixed_operator):
-        return CopyInPlan(dtypes, is_observed or not use_kernel, {})
-    fits = [i for i, dtype in enumerate(dtypes) if is_dense and dtype in accepted]
-    largest = max(fits, key=lambda i: grads[i].numel(), default=None)
-    # Lengths of stand-in slices: the least n for which the kernel's chunks, of
-    # ceil(n / world_size) elements, fill the columns
-    apart = {
-        i: max(world_size * (bucket.slots[i].shard_numel - 1) + 1, 0)
-        for i, dtype in enumerate(dtypes)
-        if largest is None or dtype != dtypes[largest]
-    }
-    if largest is None or max(apart.values()) > grads[largest].numel():
-        largest, apart = None, dict.fromkeys(range(len(grads)), 0)
-    return CopyInPlan(dtypes, is_observed, apart, largest)
-
-
-def _copy_in_apart(
-    bucket: ReduceBucket, grads: list[Tensor], rows: Tensor, plan: CopyInPlan
-) -> None:
-    """Copies some gradients, adjacent dense ones of one dtype by way of a temporary."""
-    world_size, starts, dtypes = rows.size(0), bucket.starts, plan.dtypes
-    runs: list[list[int]] = []
+    if len(found) == 1 and (is_uniform or is_observed):
+        accepted = found  # even if that is the slow path
+    elif is_dense and not (len(found) == 1 and found <= accepted):
+        is_cheaper = device.type == "cuda" and {*found, target} <= bf16_and_fp32
+        by_release = is_uniform and None not in found
+        if RELEASE.chunk_cat != "chunk_cat" and (by_release or is_cheaper):
+            return CopyInPlan(True, None, ())
+    numels = Counter[torch.dtype]()
+    for grad, dtype in zip(grads, dtypes):
+        if is_dense and dtype in accepted:
+            numels[dtype] += grad.numel()
+    fused_dtype = max(numels, key=numels.__getitem__, default=None)
+    runs: list[range] = []
     run_numel = 0
-    for i in plan.apart:
+    for i, dtype in enumerate(dtypes):
+        if dtype is not None and dtype == fused_dtype:
+            continue
         run_numel += grads[i].numel()
-        is_next = runs and runs[-1][-1] == i - 1 and dtypes[i] == dtypes[i - 1]
-        if not is_next or dtypes[i] is None or run_numel > _MAX_RUN_NUMEL:
-            runs.append([])
-            run_numel = grads[i].numel()
-        runs[-1].append(i)
-    for run in runs:
-        first, dim = run[0], bucket.slots[run[0]].shard_dim
-        columns = rows[:, starts[first] : starts[run[-1] + 1]]
-        if len(run) == 1 and (dim != 0 or grads[first].size(0) % world_size == 0):
-            by_rank = _view_by_rank(grads[first], dim, world_size)
-            columns.unflatten(1, by_rank.size()[1:]).copy_(by_rank)
+        is_next = runs and runs[-1].stop == i and dtype == dtypes[i - 1]
+        if is_next and dtype is not None and run_numel <= _MAX_RUN_NUMEL:
+            runs[-1] = range(runs[-1].start, i + 1)
         else:
-            temporary = grads[first].new_empty(columns.size())
-            run_grads = [grads[i].contiguous() for i in run]
-            _chunk_cat(run_grads, temporary, plan.by_operator)
-            columns.copy_(temporary)
+            runs.append(range(i, i + 1))
+            run_numel = grads[i].numel()
+    return CopyInPlan(is_observed, fused_dtype, runs)
+
+
+def _copy_in_run(
+    grads: list[Tensor], dim: int, rows: Tensor, by_operator: bool
+) -> None:
+    """Copies gradients of one dtype, several by way of a dense temporary."""
+    if len(grads) == 1 and (dim != 0 or grads[0].size(0) % rows.size(0) == 0):
+        by_rank = _view_by_rank(grads[0], dim, rows.size(0))
+        rows.unflatten(1, by_rank.size()[1:]).copy_(by_rank)
+    else:
+        temporary = grads[0].new_empty(rows.size())
+        _chunk_cat([*map(Tensor.contiguous, grads)], temporary, by_operator)
+        rows.copy_(temporary)
 
 
 def _view_by_rank(grad: Tensor, dim: int, world_size: int) -> Tensor:
