@@ -60,7 +60,7 @@ class TestCopyIn(DeviceFreeTest):
         "two dtypes widened": (HALVES, (FP32, None), 2, 1),
         "two dtypes narrowed": (HALVES, (BF16, None), 2, 1),
         "fp16 and bf16 widened": ((FP16, BF16), (FP32, None), 2, 1),
-        "sent as they are": (HALVES, {FP32: (FP32, FP32), BF16: (FP32, BF16)}, 1, 0),
+        "sent as they are": (HALVES, {FP32: (FP32, FP32), BF16: (FP32, BF16)}, 2, 2),
         "sent in two others": (HALVES, {FP32: (FP32, FP16), BF16: (FP32, FP32)}, 2, 2),
     }
 
@@ -76,7 +76,7 @@ class TestCopyIn(DeviceFreeTest):
         full = [torch.randn(size).to(d) for size, d in zip(sizes, in_turn)]
         full = full if is_dense else [grad.t().contiguous().t() for grad in full]
         grads = [[full[slot.param] for slot in bucket.slots] for bucket in buckets]
-        layout = layouts.plan_all_to_all(
+        layout = layouts.plan_gather(
             tuple(b.wire_dtype for b in buckets), tuple(b.shard_numel for b in buckets)
         )
         numel = self.RANKS * layout.segment_numel

@@ -272,14 +272,14 @@ def _fill_by_operator(output: Tensor, inputs: GatherInputs, rank: int) -> Tensor
     layout, numel = inputs.plan.layout, inputs.plan.layout.segment_numel
     if any(copy.casts for copy in inputs.plan.copies) or inputs.are_on_host:
         filled = _copy_in(output.new_empty(numel), inputs)
-        tensors = [*filled.split(layout.split_sizes)]
+        tensors = [*filled.split(inputs.plan.split_sizes)]
     else:
         tensors = [
             output.new_zeros(n) if i is None else inputs.tensors[i]
             for i, n in layout.slots
         ]
         tensors = view_as(layout.buffer_dtype, tensors)
-    args = tensors, output, layout.split_sizes, numel, rank
+    args = tensors, output, inputs.plan.split_sizes, numel, rank
     return torch.ops.fsdp.all_gather_copy_in(*args)[0]
 
 

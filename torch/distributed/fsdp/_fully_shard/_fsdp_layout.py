@@ -102,15 +102,11 @@ class GatherLayout:
     slots: tuple[Slot, ...]  # of all regions, in elements of `buffer_dtype`
     segment_numel: int
 
-    @functools.cached_property
-    def split_sizes(self) -> list[int]:
-        return [numel for _, numel in self.slots]
 
-
+@functools.lru_cache(maxsize=1024)  # each reduction lays out its all-to-all
 def plan_gather(
     dtypes: Sequence[torch.dtype],
     numels: Sequence[int],
-    *,
     is_mixed: bool = True,
     direct: Collection[int] = (),
 ) -> GatherLayout:
@@ -138,10 +134,6 @@ def plan_gather(
     dtype = storage_dtype(regions[0].dtype) if len(regions) == 1 else torch.uint8
     all_slots = tuple(slot for region in regions for slot in region.slots_in(dtype))
     return GatherLayout((*regions,), dtype, all_slots, start_nbytes // dtype.itemsize)
-
-
-# Every reduction lays out what an all-to-all sends to one rank
-plan_all_to_all = functools.lru_cache(maxsize=1024)(plan_gather)
 
 
 class CopyPlan(NamedTuple):

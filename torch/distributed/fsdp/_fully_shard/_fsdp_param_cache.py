@@ -30,7 +30,7 @@ class SplitSizes(list[int]):
     """A gather's split sizes, with its layout and the state that it gathers from."""
 
     def __init__(self, layout: layouts.GatherLayout, state: ShardedState):
-        super().__init__(layout.split_sizes)
+        super().__init__(numel for _, numel in layout.slots)
         self.layout, self.state = layout, state
 
 
@@ -64,9 +64,8 @@ class GatherPlan:
         self.dtypes = [dtypes[start:end] for start, end in spans]
         self.numels = [numels[start:end] for start, end in spans]
         is_mixed = self.dtypes.count(self.dtypes[0]) != len(self.dtypes)
-        self.layout = layouts.plan_gather(
-            dtypes, numels, is_mixed=is_mixed, direct=[k for _, k in self.direct]
-        )
+        direct = tuple(k for _, k in self.direct)
+        self.layout = layouts.plan_gather((*dtypes,), (*numels,), is_mixed, direct)
         self.copies = layouts.plan_copy_in(self.layout, stored_dtypes)
         self.split_sizes = SplitSizes(self.layout, fsdp_params[0].sharded_state)
 

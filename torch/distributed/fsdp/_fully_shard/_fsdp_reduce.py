@@ -26,7 +26,6 @@ reduction's input over a single rank.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
@@ -46,7 +45,7 @@ from ._fsdp_api import ReduceScatter
 from ._fsdp_comms import allocate, allocates_anew, DefaultReduceScatter
 from ._fsdp_direct import is_shared
 from ._fsdp_errors import note_reduction
-from ._fsdp_layout import GatherLayout, ReduceBucket
+from ._fsdp_layout import BucketKey, GatherLayout, ReduceBucket
 from ._fsdp_observers import gets_operators
 from ._fsdp_param import FSDPParam
 from ._fsdp_releases import RELEASE
@@ -287,35 +286,17 @@ class Exchanged:
     """One all-to-all for several buckets, added by [Note: One tree for every mesh]."""
 
     layout: GatherLayout  # of what is sent to one rank, a region for each dtype
-    received: list[Tensor]  # (world_size, shard_numel), in the order of reductions
+    received: dict[BucketKey, Tensor]  # (world_size, shard_numel), until they are added
 
     def copy_in(self, reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
-        """
-        Copies gradients into one buffer to send. One kernel copies all, viewed in the
-        narrowest dtype, unless one must be cast or cannot be chunked: then by bucket.
-        """
+        """Copies gradients into one buffer to send."""
         sizes = [(part.bucket.wire_dtype, part.bucket.shard_numel) for part in parts]
-        layout: GatherLayout = layouts.plan_all_to_all(*zip(*sizes))
-        world_size, buffer_dtype = reduction.shard_world_size, layout.buffer_dtype
-        buffer = reduction.allocate(world_size * layout.segment_numel, buffer_dtype)
-        chunks = [_as_chunks(part.bucket, part.unsharded_grads) for part in parts]
-        if all({*dtypes} == {bucket.wire_dtype} for bucket, _, dtypes in chunks):
-            dtype, tensors = layout.regions[-1].dtype, []
-            for i, numel in layout.slots:
-                if i is None:  # the kernel pads it to one row for each rank
-                    numel = numel * buffer_dtype.itemsize // dtype.itemsize
-                    tensors.append(buffer.new_zeros(1, numel, dtype=dtype))
-                elif chunks[i][0].wire_dtype == dtype:
-                    tensors += chunks[i][1]
-                else:  # a view lengthens the last dim
-                    tensors += [g.unsqueeze(-1).view(dtype) for g in chunks[i][1]]
-            foreach_reduce_scatter_copy_in(tensors, buffer.view(dtype), world_size)
-        else:
-            columns = _as_columns(buffer, layout, world_size)
-            for part, rows in zip(parts, columns, strict=True):
-                copy_in_grads(part.bucket, part.unsharded_grads, rows)
-        self.layout = layout
-        for part in parts:
+        self.layout: GatherLayout = layouts.plan_gather(*zip(*sizes))
+        world_size, dtype = reduction.shard_world_size, self.layout.buffer_dtype
+        buffer = reduction.allocate(world_size * self.layout.segment_numel, dtype)
+        columns = _as_columns(buffer, self.layout, world_size)
+        for part, rows in zip(parts, columns, strict=True):
+            copy_in_grads(part.bucket, part.unsharded_grads, rows)
             part.inputs = [buffer]
             part.unsharded_grads.clear()
 
@@ -329,11 +310,12 @@ class Exchanged:
             received = torch.empty_like(sent)
         group = reduction.reduce_scatter_group
         comm.exchange(output_tensor=received, input_tensor=sent, group=group)
-        self.received = _as_columns(received, self.layout, reduction.shard_world_size)
+        columns = _as_columns(received, self.layout, reduction.shard_world_size)
+        self.received = dict(zip([part.bucket.key for part in parts], columns))
 
     def reduce(self, reduction: Reduction, part: BucketGrads, factors: Factors) -> Sum:
         before, after, *_ = factors
-        rows = self.received.pop(0)
+        rows = self.received.pop(part.bucket.key)
         _div_if_needed(rows, before)
         output = reduction.allocate(part.bucket.shard_numel, part.bucket.dtype)
         is_last = not reduction.continues and part.partial_reduce_output is None
@@ -348,27 +330,9 @@ def _as_columns(buffer: Tensor, layout: GatherLayout, world_size: int) -> list[T
     """Views a ``buffer`` (1D) as ``layout``'s inputs, each (world_size, numel)."""
     rows = buffer.view(world_size, layout.segment_numel)
     slots = [(i, region.dtype) for region in layout.regions for i, _ in region.slots]
-    pieces = zip(slots, rows.split(layout.split_sizes, dim=1), strict=True)
-    columns = {i: piece.view(d) for (i, d), piece in pieces if i is not None}
+    pieces = rows.split([numel for _, numel in layout.slots], dim=1)
+    columns = {i: p.view(d) for (i, d), p in zip(slots, pieces) if i is not None}
     return [columns[i] for i in sorted(columns)]
-
-
-def _as_chunks(
-    bucket: ReduceBucket, grads: list[Tensor]
-) -> tuple[ReduceBucket, list[Tensor], list[torch.dtype | None]]:
-    """
-    Returns bucket and gradients, by pieces unless one must be reordered, and the
-    gradients' dtypes, None for those that the kernel cannot chunk.
-    """
-    if bucket.has_pieces:
-        pieces = [slot.split(grad) for slot, grad in zip(bucket.slots, grads)]
-        if all(pieces):
-            bucket, grads = bucket.in_pieces, [*chain(*pieces)]
-    dtypes = [
-        grad.dtype if slot.shard_dim == 0 and grad.is_contiguous() else None
-        for slot, grad in zip(bucket.slots, grads)
-    ]
-    return bucket, grads, dtypes
 
 
 # Gradients are copied together through a temporary up to this many elements: to copy them
@@ -380,30 +344,37 @@ class CopyInPlan(NamedTuple):
     """How gradients of certain dtypes and strides are copied in."""
 
     by_operator: bool  # or by the fused kernel
-    # One call copies the gradients of this dtype, or all if there are no runs
-    fused_dtype: torch.dtype | None
-    runs: Sequence[range]  # of the others: adjacent ones, which are copied apart
+    runs: Sequence[range] = ()  # adjacent gradients that are copied apart
+    largest: int | None = None  # stands in for them. None: all are copied apart
 
 
 def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> None:
     """Copies gradients of any dtypes into ``rows`` (world_size, shard_numel)."""
-    bucket, grads, dtypes = _as_chunks(bucket, grads)
+    if bucket.has_pieces:
+        pieces = [slot.split(grad) for slot, grad in zip(bucket.slots, grads)]
+        if all(pieces):
+            bucket, grads = bucket.in_pieces, [*chain(*pieces)]
+    # None for those that the kernel cannot chunk
+    dtypes = [
+        grad.dtype if slot.shard_dim == 0 and grad.is_contiguous() else None
+        for slot, grad in zip(bucket.slots, grads)
+    ]
     is_dense, is_observed = rows.is_contiguous(), gets_operators(rows.device)
     facts = dtypes, rows.dtype, rows.device, rows.size(0), is_dense, is_observed
     if bucket.copy_in[0] != facts:
         bucket.copy_in = facts, _plan_copy_in(bucket, grads, facts)
-    by_operator, dtype, runs = bucket.copy_in[1]
+    by_operator, runs, largest = bucket.copy_in[1]
     if not runs:
         _chunk_cat(grads, rows, by_operator)
         return
-    starts, fused = bucket.starts, [*grads]
-    apart = [(run, rows[:, starts[run.start] : starts[run.stop]]) for run in runs]
-    if dtype is not None:
-        for run, columns in reversed(apart):
-            fused[run.start : run.stop] = [rows.new_empty(columns.size(), dtype=dtype)]
+    if largest is not None:
+        fused, flat = [*grads], grads[largest].view(-1)
+        for i in chain(*runs):
+            # The least length whose chunks, one for each rank, fill the columns
+            fused[i] = flat[: rows.size(0) * (bucket.slots[i].shard_numel - 1) + 1]
         _chunk_cat(fused, rows, by_operator)
-    fused.clear()  # before temporaries are allocated
-    for run, columns in apart:
+    for run in runs:
+        columns = rows[:, bucket.starts[run.start] : bucket.starts[run.stop]]
         dim, in_run = bucket.slots[run.start].shard_dim, grads[run.start : run.stop]
         _copy_in_run(in_run, dim, columns, by_operator)
 
@@ -413,12 +384,12 @@ def _plan_copy_in(bucket: ReduceBucket, grads: list[Tensor], facts: Any) -> Copy
     [Note: One kernel for most gradients]
     The fused kernel needs dense tensors of one dtype and fills all columns. It casts
     bf16 to fp32 only; another cast, or one mismatched tensor, would send all down its
-    slow path. So it gets the gradients of one dtype that it accepts, and uninitialized
-    memory for runs of others, which are then copied over these columns. (Since 2.15 an
-    operator accepts bf16 and fp32 together on CUDA.) To parts of longer rows, not dense,
-    all are copied in runs.
+    slow path. So of the gradients that it accepts it gets the largest and those of the
+    same dtype. Slices of the largest, if that is long enough, stand in for the rest,
+    which is then copied over these columns. (Since 2.15 an operator accepts bf16 and fp32
+    together on CUDA.) To parts of longer rows, not dense, each is copied apart.
     """
-    dtypes, target, device, _, is_dense, is_observed = facts
+    dtypes, target, device, world_size, is_dense, is_observed = facts
     found, bf16_and_fp32 = {*dtypes}, {torch.bfloat16, torch.float32}
     accepted = bf16_and_fp32 if target is torch.float32 else {target}
     # A uniform unit uses the release's memory and launches
@@ -429,25 +400,26 @@ def _plan_copy_in(bucket: ReduceBucket, grads: list[Tensor], facts: Any) -> Copy
         is_cheaper = device.type == "cuda" and {*found, target} <= bf16_and_fp32
         by_release = is_uniform and None not in found
         if RELEASE.chunk_cat != "chunk_cat" and (by_release or is_cheaper):
-            return CopyInPlan(True, None, ())
-    numels = Counter[torch.dtype]()
-    for grad, dtype in zip(grads, dtypes):
-        if is_dense and dtype in accepted:
-            numels[dtype] += grad.numel()
-    fused_dtype = max(numels, key=numels.__getitem__, default=None)
+            return CopyInPlan(by_operator=True)
+    fits = [i for i, dtype in enumerate(dtypes) if is_dense and dtype in accepted]
+    largest = max(fits, key=lambda i: grads[i].numel(), default=None)
+    apart = [i for i, d in enumerate(dtypes) if largest is None or d != dtypes[largest]]
+    numel = max(
+        (world_size * (bucket.slots[i].shard_numel - 1) for i in apart), default=0
+    )
+    if largest is not None and numel >= grads[largest].numel():
+        largest, apart = None, [*range(len(grads))]
     runs: list[range] = []
     run_numel = 0
-    for i, dtype in enumerate(dtypes):
-        if dtype is not None and dtype == fused_dtype:
-            continue
+    for i in apart:
         run_numel += grads[i].numel()
-        is_next = runs and runs[-1].stop == i and dtype == dtypes[i - 1]
-        if is_next and dtype is not None and run_numel <= _MAX_RUN_NUMEL:
+        is_next = runs and runs[-1].stop == i and dtypes[i] == dtypes[i - 1]
+        if is_next and dtypes[i] is not None and run_numel <= _MAX_RUN_NUMEL:
             runs[-1] = range(runs[-1].start, i + 1)
         else:
             runs.append(range(i, i + 1))
             run_numel = grads[i].numel()
-    return CopyInPlan(is_observed, fused_dtype, runs)
+    return CopyInPlan(is_observed, runs, largest)
 
 
 def _copy_in_run(

@@ -134,7 +134,7 @@ def _div_if_needed(tensor: Tensor, div_factor: float | None) -> None:
 def add_in_tree(rows: Tensor, output: Tensor, divisor: float | None = None) -> None:
     """
     Writes the sum of ``rows``, see [Note: One tree for every mesh], to ``output`` (1D),
-    divided. May overwrite ``rows``.
+    divided. May overwrite ``rows``, of which ``output`` may be the first.
     """
     if _add_by_kernel(rows, output, divisor):
         return
@@ -143,7 +143,10 @@ def add_in_tree(rows: Tensor, output: Tensor, divisor: float | None = None) -> N
         # Only every other row is cast, and its neighbour added uncast
         sums, neighbours = piece[0::2].to(output.dtype), piece[1::2]
         sums[: neighbours.size(0)].add_(neighbours)
-        _add_up(sums)
+        count, step = sums.size(0), 1
+        while step < count:
+            sums[0 : count - step : 2 * step].add_(sums[step :: 2 * step])
+            step *= 2
         target.copy_(sums[0])
     _div_if_needed(output, divisor)
 
@@ -179,14 +182,6 @@ def _piece_numel(tensor: Tensor) -> int:
     return max(-(-tensor.numel() // _MAX_PIECES), _MIN_PIECE_NBYTES // tensor.itemsize)
 
 
-def _add_up(rows: Tensor) -> None:
-    """Adds all rows to the first one, in place."""
-    count, step = rows.size(0), 1
-    while step < count:
-        rows[0 : count - step : 2 * step].add_(rows[step :: 2 * step])
-        step *= 2
-
-
 def all_reduce_in_tree(tensor: Tensor, group: dist.ProcessGroup) -> None:
     """
     Sums ``tensor`` (1D) in place: each rank sums a part of each piece, which all gather.
@@ -204,8 +199,7 @@ def all_reduce_in_tree(tensor: Tensor, group: dist.ProcessGroup) -> None:
         received = torch.empty_like(padded)
         dist.all_to_all_single(received, padded, group=group)
         rows = received.view(world_size, padded.numel() // world_size)
-        if not _add_by_kernel(rows, rows[0]):
-            _add_up(rows)
+        add_in_tree(rows, rows[0])
         dist.all_gather_single(padded, rows[0], group=group)
         if padded is not piece:
             piece.copy_(padded[: piece.numel()])
