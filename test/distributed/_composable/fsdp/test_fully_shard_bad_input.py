@@ -167,7 +167,7 @@ add(
     ),
 )
 add(
-    f"RuntimeError: {OTHER} It is a DTensor already. Call …named mesh dims other",
+    f"RuntimeError: {OTHER} It is a DTensor. Call …named mesh dims other",
     distributed_already=with_other(lambda run: run.replicated()),
 )
 

@@ -144,7 +144,7 @@ WRONG_USES = [
         using(returning(param_dtype=INT8)),
     ),
     (
-        "Return a floating-point dtype that is not",
+        "Return an unpacked floating-point dtype",
         using(returning(reduce_dtype=PACKED)),
     ),
     ("Return that dtype", using(returning(param_dtype=FP32), INT8)),

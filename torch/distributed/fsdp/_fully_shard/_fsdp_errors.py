@@ -1,9 +1,6 @@
 """
-Adds the parameter's name, and what to do, to errors.
-
-[Note: Notes on errors]
-A note adds the parameter, and advice that follows from it, to an error of torch or a
-backend. Only what would be silently wrong, or hang some ranks, is checked.
+Adds the parameter's name, and advice that follows from it, to errors of torch and
+backends. Only what would be silently wrong, or hang some ranks, is checked.
 """
 
 from __future__ import annotations
@@ -33,9 +30,7 @@ def listed(texts: Sequence[str], separator: str = ", ") -> str:
 def note_sharding(error: Exception, param: torch.Tensor, name: str) -> None:
     note = f"Parameter {name} cannot be sharded."
     if isinstance(param, DTensor):
-        note += (
-            " It is a DTensor already. Call fully_shard on children before parents, "
-        )
+        note += " It is a DTensor. Call fully_shard on children before parents, "
         note += "and tensor parallelism with named mesh dims other than FSDP's."
     elif type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         methods = "fsdp_pre_all_gather, split, new_zeros and copy_"
@@ -76,9 +71,7 @@ def check_param(fsdp_param: FSDPParam, name: str) -> None:
         raise ValueError(f"grad_dtype of {name} is {dtype}: set a floating-point dtype")
 
 
-def note_extension(
-    error: Exception, param: FSDPParam, method: str, result: str
-) -> None:
+def note_extension(error: Exception, param: Any, method: str, result: str) -> None:
     name = param._param_fqn or param._module_info.param_name
     add_note(error, f"{method} of {name} failed, or did not return {result}")
 

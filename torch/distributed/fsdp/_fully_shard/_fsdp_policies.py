@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -134,25 +134,25 @@ def resolve(
                 cls = ValueError if isinstance(error, ValueError) else RuntimeError
                 fault = f"{name}_override_fn failed for parameter {fqn}"
                 raise cls(f"{fault}: {error!r}") from error
+        is_float = param.dtype.is_floating_point
+        is_float_dtype = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        can_cast = is_float and is_float_dtype and dtype != _PACKED  # no cast packs
+        if dtype not in (None, param.dtype) and not can_cast:
+            fix = "an unpacked floating-point dtype" if is_float else "that dtype"
+            fault = f"{name}_override_fn returned {dtype!r} for parameter {fqn}"
+            raise ValueError(f"{fault}, which is {param.dtype}. Return {fix}, or None.")
         if not is_table or is_whole is not None:
             changes[f"{name}_override_fn"] = None
         if dtype is not None:
-            _check_override(name, dtype, param, fqn)
             changes[name] = dtype
+    values = vars(policy) | changes
+    if values["reduce_dtype"] is None and values.get("grad_comm_dtype"):
+        changes["reduce_dtype"] = torch.float32
     resolved = replace(policy, **changes) if changes else policy
-    if (reduce_dtype := _get_reduce_dtype(resolved)) != resolved.reduce_dtype:
-        resolved = replace(resolved, reduce_dtype=reduce_dtype)
     if param.requires_grad and param.dtype.is_floating_point:
         is_override = resolved.param_dtype != (unit or policy).param_dtype
         _check_can_train(resolved, is_override and resolved.param_dtype, param, fqn)
     return resolved
-
-
-def _get_reduce_dtype(policy: Any) -> torch.dtype | None:
-    is_default = policy.reduce_dtype is None and getattr(
-        policy, "grad_comm_dtype", None
-    )
-    return torch.float32 if is_default else policy.reduce_dtype
 
 
 def resolve_all(
@@ -163,8 +163,8 @@ def resolve_all(
     earlier: Sequence[_P] = (),  # from the same policy, when nobody knew the names
 ) -> list[_P]:
     """Returns the policies of a unit's parameters, see :func:`resolve`."""
-    tables, names = tables_of(policy), [_ends_of(fqn)[0] for fqn in fqns]
-    is_whole = is_named and all(n in table.by_fqn for table in tables for n in names)
+    names = {_ends_of(fqn)[0] for fqn in fqns}
+    is_whole = is_named and all(names <= t.by_fqn.keys() for t in tables_of(policy))
     named = zip(earlier or [policy] * len(fqns), params, fqns, strict=True)
     return [resolve(*each, is_whole, policy) for each in named]
 
@@ -179,17 +179,6 @@ def _overrides_of(policy: Any) -> dict[str, OverrideFn]:
     """Returns a policy's overrides, by the field that each overrides."""
     overrides = {n: getattr(policy, f"{n}_override_fn", None) for n in OVERRIDDEN}
     return {name: fn for name, fn in overrides.items() if fn is not None}
-
-
-def _check_override(name: str, dtype: Any, param: nn.Parameter, fqn: str) -> None:
-    """Raises if an override returned no dtype that its parameter can be cast to."""
-    is_float = param.dtype.is_floating_point
-    is_float_dtype = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-    # No cast packs several values in one element
-    if dtype != param.dtype and not (is_float and is_float_dtype and dtype != _PACKED):
-        fix = "a floating-point dtype that is not packed" if is_float else "that dtype"
-        fault = f"{name}_override_fn returned {dtype!r} for parameter {fqn}"
-        raise ValueError(f"{fault}, which is {param.dtype}. Return {fix}, or None.")
 
 
 def _check_can_train(policy: Any, override: Any, param: nn.Parameter, fqn: str) -> None:
@@ -250,9 +239,9 @@ class DtypeByName:
         if is_whole and name in self.by_fqn:
             return self.by_fqn[name]
         if (dtypes := self._by_end.get(name)) is None:
-            for end in ends:  # `by_name` was called on a part of the root
-                if end in self.by_fqn:
-                    return self.by_fqn[end]
+            # `by_name` was called on a part of the root
+            if known := [end for end in ends if end in self.by_fqn]:
+                return self.by_fqn[known[0]]
             fix = "call it on the whole model, after parameters are added"
             raise ValueError(f"by_name: {self.model} has no parameter {fqn}: {fix}")
         if len(dtypes) == 1:
@@ -280,8 +269,7 @@ def _with_overrides(policy: _P, module: nn.Module, patterns: Mapping[str, Any]) 
         if not fqns:
             fix = f"of {kind}. Give patterns over whole names, e.g. 'layers.0.norm.*'"
             raise ValueError(f"Pattern {pattern!r} matches no parameter {fix}")
-        dtypes = _dtypes_of(pattern, value, policy)
-        for (name, dtype), fqn in product(dtypes.items(), fqns):
+        for (name, dtype), fqn in product(_dtypes_of(pattern, value, policy), fqns):
             by_param = set_by.setdefault(name, {})
             first = by_param.setdefault(params[fqn], (dtype, pattern))
             if first[0] != dtype:
@@ -296,20 +284,20 @@ def _with_overrides(policy: _P, module: nn.Module, patterns: Mapping[str, Any]) 
     return replace(policy, **overrides)
 
 
-def _dtypes_of(pattern: str, value: Any, policy: Any) -> Mapping[str, Any]:
-    """Returns the dtypes that a pattern sets, by field. Raises if it sets other fields."""
-    dtypes = value
+def _dtypes_of(pattern: str, value: Any, policy: Any) -> Iterable[tuple[str, Any]]:
+    """Returns fields and dtypes that a pattern sets. Raises if it sets other fields."""
     if isinstance(value, _fsdp_api.MixedPrecisionPolicy):
         unset = [(f.name, f.default) for f in fields(value)]
         # Fields of whole modules may repeat arguments of by_name
         unset += [item for item in vars(policy).items() if item[0] not in OVERRIDDEN]
-        dtypes = vars(value) | {"reduce_dtype": _get_reduce_dtype(value)}
-        dtypes = dict(item for item in dtypes.items() if item not in unset)
-    if not isinstance(dtypes, Mapping):
+        value = dict(item for item in vars(value).items() if item not in unset)
+        if value.get("grad_comm_dtype"):
+            value.setdefault("reduce_dtype", torch.float32)
+    if not isinstance(value, Mapping):
         raise TypeError(f"Pattern {pattern!r} sets {value!r}: give a dict or a policy")
-    for name, dtype in dtypes.items():
+    for name, dtype in value.items():
         if name not in OVERRIDDEN:
             raise ValueError(f"Pattern {pattern!r} sets {name}: set only {OVERRIDDEN}")
         if not isinstance(dtype, torch.dtype | None):
             raise TypeError(f"Pattern {pattern!r} sets {name}={dtype!r}: give a dtype")
-    return dtypes
+    return value.items()

@@ -138,16 +138,16 @@ def set_coalesced_collectives(
 
 
 class OnSet:
-    """An attribute of a param group that calls a function before it is set."""
+    """An attribute of a param group. A function, which may refuse it, is called before."""
 
-    def __init__(self, on_set: Callable[..., None], *args: Any):
-        self._on_set, self._args = on_set, args
+    def __init__(self, on_set: Callable[[FSDPParamGroup, Any], None]):
+        self._on_set = on_set
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __set__(self, group: FSDPParamGroup, value: Any) -> None:
-        self._on_set(group, value, *self._args)
+        self._on_set(group, value)
         vars(group)[self._name] = value
 
 
@@ -156,8 +156,10 @@ def _is_number(value: Any) -> bool:
     return is_scalar or isinstance(value, numbers.Real)
 
 
-def _refuse(group: FSDPParamGroup, setter: str, value: Any, fix: str) -> NoReturn:
-    raise TypeError(f"{setter} of unit '{group._unit_name}' got {value!r}: pass {fix}")
+def _refuse(
+    group: FSDPParamGroup, setter: str, value: Any, fix: str, error: type = TypeError
+) -> NoReturn:
+    raise error(f"{setter} of unit '{group._unit_name}' got {value!r}: pass {fix}")
 
 
 def check_policies(group: FSDPParamGroup, mp_policy: Any, offload: Any = None) -> None:
@@ -173,26 +175,25 @@ def note_deferral(group: FSDPParamGroup, all_reduce_grads: bool) -> None:
 
 
 def check_divide_factor(group: FSDPParamGroup, factor: Any) -> None:
-    is_usable = _is_number(factor) and math.isfinite(factor) and factor != 0
-    if factor is not None and not is_usable:
-        error = ValueError if _is_number(factor) else TypeError
-        fault = (
-            f"set_gradient_divide_factor of unit '{group._unit_name}' got {factor!r}"
-        )
-        raise error(f"{fault}: pass a finite number other than 0")
+    is_number = _is_number(factor)
+    if factor is not None and not (is_number and math.isfinite(factor) and factor != 0):
+        fix = "a finite number other than 0"
+        error = ValueError if is_number else TypeError
+        _refuse(group, "set_gradient_divide_factor", factor, fix, error)
 
 
-def _check_comm(group: Any, comm: Any, kind: str, cls: type, other: type) -> None:
+def _check_comm(group: Any, comm: Any, cls: type = AllGather) -> None:
     """Raises if a comm lacks the methods, or is of the other collective alone."""
     has_methods = callable(comm) and callable(getattr(comm, "allocate", None))
-    is_other = isinstance(comm, other) and not isinstance(comm, cls)
+    is_other = not isinstance(comm, cls) and isinstance(comm, AllGather | ReduceScatter)
     if isinstance(comm, type) or not has_methods or is_other:
+        kind = "all_gather" if cls is AllGather else "reduce_scatter"
         fix = f"an object with the methods of {cls.__name__}"
         _refuse(group, f"set_custom_{kind}", comm, fix)
 
 
 def check_reduce_scatter_comm(group: FSDPParamGroup, comm: Any) -> None:
-    _check_comm(group, comm, "reduce_scatter", ReduceScatter, AllGather)
+    _check_comm(group, comm, ReduceScatter)
     check_can_exchange(group, type(comm))
     is_fresh = group._has_fresh_buffers = comms.allocates_anew(comm)
     # Else a second input would need more of the pool
@@ -231,7 +232,7 @@ class GroupSettings:
 
     mesh_info: Any
     gradient_divide_factor: Any = OnSet(check_divide_factor)
-    _all_gather_comm: Any = OnSet(_check_comm, "all_gather", AllGather, ReduceScatter)
+    _all_gather_comm: Any = OnSet(_check_comm)
     _reduce_scatter_comm: Any = OnSet(check_reduce_scatter_comm)
     _has_fresh_buffers: bool  # these two follow from that comm
     _holds_one_input: bool
@@ -286,6 +287,6 @@ class GroupSettings:
     def _validate_reduce_scatter_max_input_buffers(self: Any) -> None:
         comm, wanted = self._reduce_scatter_comm, self.reduce_scatter_max_input_buffers
         if wanted > 1 and isinstance(comm, comms.SymmMemReduceScatter):
-            setter = f"set_reduce_scatter_max_input_buffers({wanted})"
-            fix = "would hold several buffers, but symmetric memory reuses none: set 1"
-            raise ValueError(f"{setter} of unit '{self._unit_name}' {fix}")
+            fix = "1, as symmetric memory reuses no buffer"
+            setter = "set_reduce_scatter_max_input_buffers"
+            _refuse(self, setter, wanted, fix, ValueError)
