@@ -1,8 +1,5 @@
 """
-Compares ranks before they gather or reduce a unit.
-
-[Note: When ranks are compared]
-Ranks that disagree would hang, crash, or sum the wrong elements. So they are compared
+Compares ranks, as those that disagree would hang, crash, or sum the wrong elements. Done
 where every rank is about to issue a collective over the same group:
 
 - Before a unit's first gather: its parameters, and whether it gathers again in backward.
@@ -62,7 +59,7 @@ _ADVICE = (
 
 
 class UnitAgreement:
-    """Checks that all ranks are about to do the same for a param group."""
+    """Compares ranks for a param group, which asks just before a collective."""
 
     def __init__(self, param_group: FSDPParamGroup):
         self._param_group = param_group
@@ -72,14 +69,13 @@ class UnitAgreement:
         # By group: the number of its first equal comparison, as names may differ by rank
         self._numbers: dict[dist.ProcessGroup, int] = {}
         self._patterns: dict[dist.ProcessGroup, set[frozenset]] = {}
-        # What `check_reductions` has found to be agreed on: a steady loop repeats it
+        # The last reductions that need no comparison if the next step repeats them
         self.agreed: Any = None
 
     def check_gather(self, group: dist.ProcessGroup, comm: AllGather) -> None:
         """Raises if the ranks of ``group``, about to gather by ``comm``, disagree."""
         if getattr(comm, "needs_all_ranks", False):
-            has_compared = self._compare(group)
-            self.has_compared_gathers = has_compared and _mode() != "always"
+            self.has_compared_gathers = self._compare(group) and _mode() != "always"
 
     def check_reductions(self, buckets: Sequence[ReduceBucket], *settings: Any) -> None:
         """Raises if ranks are about to reduce other ``buckets``, by these ``settings``."""
@@ -197,7 +193,7 @@ def _mode() -> str:
 
 
 def _is_traced(group: FSDPParamGroup) -> bool:
-    """Whether what a param group issues now is recorded or simulated, and not run."""
+    """Whether collectives are recorded by a graph, or simulated, and not run."""
     shards = [fsdp_param._sharded_local_tensor for fsdp_param in group.fsdp_params]
     is_cuda = group.device.type == "cuda"
     is_captured = is_cuda and torch.cuda.is_current_stream_capturing()
@@ -218,7 +214,7 @@ def _raise_if_different(by_rank: Mapping[int, Sequence[Any]]) -> None:
 
 
 def _find_difference(lines: Mapping[int, tuple[str, str]]) -> str:
-    """Returns what is said on which ranks, if those that know it do not say the same."""
+    """Returns each text with its ranks, if the ranks that know it have several."""
     names = {text: name for name, text in lines.values() if text}
     ranks = {text: [r for r in lines if lines[r][1] == text] for text in names}
     parts = [f"{names[text]} {text} on ranks {ranks[text]}" for text in names]

@@ -92,10 +92,9 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
             policy = by_name(model, patterns, param_dtype=torch.bfloat16)
 
         A parameter gets the fields that any of its patterns sets, and the others from the
-        call: with ``grad_comm_dtype=torch.bfloat16``, ``A_log`` is sent in that. Only
-        units that ``fully_shard`` then makes with the policy follow it. It can be copied,
-        pickled, and used on another model with the same names. Where only parts are
-        sharded with it, ``layers.0.*`` applies from the first forward on, with full names.
+        call: with ``grad_comm_dtype=torch.bfloat16``, ``A_log`` is sent in that. The policy
+        can be copied, pickled, and used on another model with the same names. Where only
+        parts are sharded with it, ``layers.0.*`` applies from the first forward on.
 
         Args:
             module (nn.Module): The model, or the part whose units get this policy.
@@ -109,7 +108,7 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
         Raises:
             ValueError: if patterns match nothing or contradict each other.
         """
-        values = (param_dtype, reduce_dtype, output_dtype, cast_forward_inputs)
+        values = param_dtype, reduce_dtype, output_dtype, cast_forward_inputs
         policy = cls(*values, grad_comm_dtype=grad_comm_dtype)
         return _with_overrides(policy, module, patterns)
 
@@ -150,8 +149,7 @@ def resolve(
         changes["reduce_dtype"] = torch.float32
     resolved = replace(policy, **changes) if changes else policy
     if param.requires_grad and param.dtype.is_floating_point:
-        is_override = resolved.param_dtype != (unit or policy).param_dtype
-        _check_can_train(resolved, is_override and resolved.param_dtype, param, fqn)
+        _check_can_train(resolved, (unit or policy).param_dtype, param, fqn)
     return resolved
 
 
@@ -181,16 +179,16 @@ def _overrides_of(policy: Any) -> dict[str, OverrideFn]:
     return {name: fn for name, fn in overrides.items() if fn is not None}
 
 
-def _check_can_train(policy: Any, override: Any, param: nn.Parameter, fqn: str) -> None:
-    """Raises if a gradient could not be summed or sent, or fractions would be lost."""
+def _check_can_train(policy: Any, default: Any, param: nn.Parameter, fqn: str) -> None:
+    """Raises if ``policy``, over the unit's ``default`` param_dtype, cannot train."""
     dtype = policy.param_dtype or torch.float32
     if dtype == _PACKED or not (dtype.is_floating_point or dtype.is_complex):
         fault = f"Parameter {fqn} cannot be trained in param_dtype={dtype}"
         raise ValueError(f"{fault}. Give a floating-point dtype, or an override.")
     reduce_dtype, fault = policy.reduce_dtype, f"The gradient of {fqn} cannot be"
     comm_dtype = getattr(policy, "grad_comm_dtype", None)  # not in the release's class
-    if reduce_dtype is None and override:
-        reduce_dtype = RELEASE.default_reduce_dtype(param) or override
+    if reduce_dtype is None and policy.param_dtype not in (None, default):
+        reduce_dtype = RELEASE.default_reduce_dtype(param) or dtype
     dtypes = {"reduce_dtype": reduce_dtype, "grad_comm_dtype": comm_dtype}
     for name, dtype in dtypes.items():
         # Real gradients may be summed in a complex dtype
@@ -212,10 +210,7 @@ def _ends_of(fqn: str) -> list[str]:
 
 @dataclass(frozen=True)
 class DtypeByName:
-    """
-    An override of one field, by the names that a model's parameters had. It has no
-    module, so that it can be copied and pickled.
-    """
+    """An override of one field by names, without their module: it can be pickled."""
 
     model: str  # the class, for messages
     patterns: dict[str, torch.dtype | None] = field(hash=False)  # that set this field

@@ -111,8 +111,8 @@ def register(
     """Registers ``params`` at their places in modules."""
     plain = nn.Module.__setattr__
     for module, named in places:
-        # The plain method's checks cost more than all else here, and pass, as the name
-        # holds a parameter. A class may define another method at any time
+        # The plain method's checks would cost more than all else, and pass: the name is
+        # that of a parameter. A class may define another method at any time
         if type(module).__setattr__ is plain:
             registered = module._parameters
             for name, i in named:
@@ -163,11 +163,10 @@ def _make_reset(group: FSDPParamGroup, fsdp_param: FSDPParam) -> Callable[..., N
     sharded parameter: a closure, as deepcopy of their module does not follow those.
     """
     reference = weakref.ref(group)  # the module alone does not keep the group alive
-    cls = type(fsdp_param)
 
     def reset(*unused: Any) -> None:
         if (group := reference()) is None:
-            return cls.reset_sharded_param(fsdp_param)
+            return type(fsdp_param).reset_sharded_param(fsdp_param)
         group._cache.held_inputs = None  # which have the previous shard
         previous = fsdp_param.sharded_param
         # Loading comes here for each parameter, few of which have one
@@ -176,7 +175,7 @@ def _make_reset(group: FSDPParamGroup, fsdp_param: FSDPParam) -> Callable[..., N
         if has_grad_dtype:
             keep_grad_dtypes(group, fsdp_param)
         try:
-            cls.reset_sharded_param(fsdp_param)
+            type(fsdp_param).reset_sharded_param(fsdp_param)
         except Exception as error:
             (name,) = fqns_of(group, fsdp_param)
             check_param(fsdp_param, name)  # raises if it knows why
@@ -213,9 +212,8 @@ def keep_grad_dtypes(group: FSDPParamGroup, *fsdp_params: FSDPParam) -> None:
 
 
 def check_materialized(group: FSDPParamGroup) -> None:
-    """Raises if parameters have no data yet, or not where they are offloaded to."""
-    devices = [fsdp_param.sharded_param.device for fsdp_param in group.fsdp_params]
-    named = [*zip(fqns_of(group), devices)]
+    """Raises if parameters are on the meta device, or are offloaded but not on CPU."""
+    named = [*zip(fqns_of(group), [p.sharded_param.device for p in group.fsdp_params])]
     if on_meta := [fqn for fqn, device in named if device.type == "meta"]:
         raise RuntimeError(
             "FSDP parameters should be materialized from meta device before training, "
@@ -298,8 +296,7 @@ def warn_if_stale(group: FSDPParamGroup) -> None:
 def groups_of(module: nn.Module, function: str, recurse: bool = True) -> dict[Any, Any]:
     """Returns the param groups of a module's units, each with its modules' names."""
     named: list[Any] = [*module.named_modules()] if recurse else [("", module)]
-    # `FSDPModule` cannot be imported: its file imports this one. Wrappers of a unit may
-    # pass on its attributes, so only classes are asked
+    # By class, as wrappers may pass on a unit's attributes. To import FSDPModule: a cycle
     units = [item for item in named if hasattr(type(item[1]), "_get_fsdp_state")]
     if not units:
         name = type(module).__name__

@@ -129,9 +129,8 @@ def set_coalesced_collectives(
         fix = "call set_coalesced_collectives before the first of these microbatches"
         raise RuntimeError(f"The all-reduce of units {deferred} is deferred: {fix}")
     for group in changed:
-        memory = group._direct_memory
+        memory, cache = group._direct_memory, group._get_cache()
         memory.min_nbytes, memory.gather_min_nbytes = min_nbytes, None
-        cache = group._get_cache()
         cache.plans.clear()
         cache.buckets.clear()
         group._agreement.has_compared_gathers = False  # ranks are compared again

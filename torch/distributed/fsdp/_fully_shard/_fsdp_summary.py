@@ -162,9 +162,8 @@ def _get_plan(group: FSDPParamGroup, params: list[Any]) -> GatherPlan | None:
         return group._cache.plans.get(ShardedState.SHARDED)
     dtypes = [layouts.dtypes_of(fsdp_param).compute for fsdp_param in params]
     numels = [p.padded_sharded_param_size.numel() for p in params]
-    can_gather = group._can_gather_directly()
-    min_nbytes = group._direct_memory.min_nbytes if can_gather else None
-    return GatherPlan(params, dtypes, [None] * len(params), numels, None, min_nbytes)
+    nbytes = group._direct_memory.min_nbytes if group._can_gather_directly() else None
+    return GatherPlan(params, dtypes, [None] * len(params), numels, None, nbytes)
 
 
 def _with_dtypes(row: LayoutRow, group: FSDPParamGroup, fsdp_param: Any) -> LayoutRow:
@@ -179,22 +178,18 @@ def _with_dtypes(row: LayoutRow, group: FSDPParamGroup, fsdp_param: Any) -> Layo
     row = replace(row, compute_dtype=dtypes.compute)
     if not fsdp_param.sharded_param.requires_grad:
         return row
+    row = replace(row, reduce_dtype=dtypes.reduce, grad_dtype=dtypes.grad)
     factor, is_sum = group.gradient_divide_factor, group.force_sum_reduction_for_comms
     scaling = Scaling(*group._reduce_groups(), group.device.type, factor, is_sum)
     before, after, *_ = get_divide_factors((dtypes.reduce, dtypes.comm), scaling)
+    divisor = factor or group.mesh_info.mesh.size()
+    row = replace(row, divided_by=divisor, before=before, after=after)
     sent_dtype = (row.shard_world_size > 1 and dtypes.comm) or dtypes.reduce
     numel = fsdp_param.padded_sharded_param_size.numel()
-    return replace(
-        row,
-        reduced_nbytes=row.shard_world_size * numel * sent_dtype.itemsize,
-        all_reduced_nbytes=has_two * numel * dtypes.reduce.itemsize,
-        reduce_dtype=dtypes.reduce,
-        grad_dtype=dtypes.grad,
-        comm_dtype=dtypes.comm,
-        divided_by=factor or group.mesh_info.mesh.size(),
-        before=before,
-        after=after,
-    )
+    sent = row.shard_world_size * numel * sent_dtype.itemsize
+    all_reduced = has_two * numel * dtypes.reduce.itemsize
+    nbytes = {"reduced_nbytes": sent, "all_reduced_nbytes": all_reduced}
+    return replace(row, comm_dtype=dtypes.comm, **nbytes)
 
 
 def _inner_dtypes(tensor: torch.Tensor) -> list[torch.dtype]:
