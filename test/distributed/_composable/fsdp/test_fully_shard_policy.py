@@ -148,21 +148,18 @@ WRONG_USES = [
         using(returning(reduce_dtype=PACKED)),
     ),
     ("Return that dtype", using(returning(param_dtype=FP32), INT8)),
-    ("reduce_dtype_override_fn failed for parameter", using(failing(ValueError()))),
+    ("reduce_dtype_override_fn failed for layers.0.gate", using(failing(ValueError()))),
     (f"reduced in {FP8}. Set reduce_dtype to", using(Policy(BF16, FP8))),
     (f"reduced in {FP8}. Set reduce_dtype to", using(returning(reduce_dtype=FP8), FP8)),
     ("Set grad_comm_dtype to one of", using(Policy(grad_comm_dtype=FP8))),
-    (f"layers.0.gate cannot be trained in param_dtype={INT8}", using(Policy(INT8))),
-    (f"trained in param_dtype={PACKED}. Give a floating-", using(Policy(PACKED))),
+    (f"layers.0.gate trains in {INT8}: set a", using(Policy(INT8))),
+    (f"trains in {PACKED}: set a floating-", using(Policy(PACKED))),
     (
         f"sent in {FP32} and added in {BF16}. Set a reduce_dtype",
         using(Policy(None, BF16, grad_comm_dtype=FP32)),
     ),
     # Patterns
-    (
-        "'norm.weight' matches no parameter of Model. Give patterns",
-        setting("norm.weight", {}),
-    ),
+    ("'norm.weight' must match a whole name in Model", setting("norm.weight", {})),
     (
         "Patterns set param_dtype of layers.1.norm.weight alias last.norm.weight to two "
         "dtypes: (torch.float32, '*.norm.*') and (None, 'layers.1.*')",

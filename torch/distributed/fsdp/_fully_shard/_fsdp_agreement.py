@@ -172,10 +172,8 @@ def _announce(group: FSDPParamGroup, buckets: _Buckets, number: int = 0) -> list
             texts[i] = f"gets a gradient, reduced in {describe_key(key)}"
             # A rank whose shard is empty may have no gradient
             if _mode() == "always" and shards_evenly(params[i]):
-                has_earlier = params[i].sharded_param.grad is not None
-                texts[i] += (
-                    f", has {'an' if has_earlier else 'no'} earlier one to add to"
-                )
+                article = "no" if params[i].sharded_param.grad is None else "an"
+                texts[i] += f", has {article} earlier one to add to"
     texts = [
         f"{text}, has size {tuple(p._orig_size)}, is sharded as {p.fsdp_placement},"
         for text, p in zip(texts, params, strict=True)

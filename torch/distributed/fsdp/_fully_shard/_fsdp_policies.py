@@ -131,8 +131,7 @@ def resolve(
             except Exception as error:
                 # Users refuse a parameter with a ValueError
                 cls = ValueError if isinstance(error, ValueError) else RuntimeError
-                fault = f"{name}_override_fn failed for parameter {fqn}"
-                raise cls(f"{fault}: {error!r}") from error
+                raise cls(f"{name}_override_fn failed for {fqn}: {error!r}") from error
         is_float = param.dtype.is_floating_point
         is_float_dtype = isinstance(dtype, torch.dtype) and dtype.is_floating_point
         can_cast = is_float and is_float_dtype and dtype != _PACKED  # no cast packs
@@ -183,8 +182,7 @@ def _check_can_train(policy: Any, default: Any, param: nn.Parameter, fqn: str) -
     """Raises if ``policy``, over the unit's ``default`` param_dtype, cannot train."""
     dtype = policy.param_dtype or torch.float32
     if dtype == _PACKED or not (dtype.is_floating_point or dtype.is_complex):
-        fault = f"Parameter {fqn} cannot be trained in param_dtype={dtype}"
-        raise ValueError(f"{fault}. Give a floating-point dtype, or an override.")
+        raise ValueError(f"{fqn} trains in {dtype}: set a floating-point param_dtype")
     reduce_dtype, fault = policy.reduce_dtype, f"The gradient of {fqn} cannot be"
     comm_dtype = getattr(policy, "grad_comm_dtype", None)  # not in the release's class
     if reduce_dtype is None and policy.param_dtype not in (None, default):
@@ -262,8 +260,7 @@ def _with_overrides(policy: _P, module: nn.Module, patterns: Mapping[str, Any]) 
     for pattern, value in patterns.items():
         fqns = [fqn for fqn in params if fnmatchcase(fqn, pattern)]
         if not fqns:
-            fix = f"of {kind}. Give patterns over whole names, e.g. 'layers.0.norm.*'"
-            raise ValueError(f"Pattern {pattern!r} matches no parameter {fix}")
+            raise ValueError(f"Pattern {pattern!r} must match a whole name in {kind}")
         for (name, dtype), fqn in product(_dtypes_of(pattern, value, policy), fqns):
             by_param = set_by.setdefault(name, {})
             first = by_param.setdefault(params[fqn], (dtype, pattern))

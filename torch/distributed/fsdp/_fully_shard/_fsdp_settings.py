@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable
-from typing import Any, Literal, NoReturn, TYPE_CHECKING
+from typing import Any, Literal, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -155,10 +155,8 @@ def _is_number(value: Any) -> bool:
     return is_scalar or isinstance(value, numbers.Real)
 
 
-def _refuse(
-    group: FSDPParamGroup, setter: str, value: Any, fix: str, error: type = TypeError
-) -> NoReturn:
-    raise error(f"{setter} of unit '{group._unit_name}' got {value!r}: pass {fix}")
+def _refuse(group: Any, name: str, value: Any, fix: str, cls: type = TypeError) -> None:
+    raise cls(f"{name} of unit '{group._unit_name}' got {value!r}: pass {fix}")
 
 
 def check_policies(group: FSDPParamGroup, mp_policy: Any, offload: Any = None) -> None:
@@ -176,9 +174,9 @@ def note_deferral(group: FSDPParamGroup, all_reduce_grads: bool) -> None:
 def check_divide_factor(group: FSDPParamGroup, factor: Any) -> None:
     is_number = _is_number(factor)
     if factor is not None and not (is_number and math.isfinite(factor) and factor != 0):
+        cls = ValueError if is_number else TypeError
         fix = "a finite number other than 0"
-        error = ValueError if is_number else TypeError
-        _refuse(group, "set_gradient_divide_factor", factor, fix, error)
+        _refuse(group, "set_gradient_divide_factor", factor, fix, cls)
 
 
 def _check_comm(group: Any, comm: Any, cls: type = AllGather) -> None:
@@ -221,8 +219,7 @@ def check_no_custom_comm(group: FSDPParamGroup, setter: str, *allowed: type) -> 
 
 def as_mesh(mesh_info: Any, cls: type) -> Any:
     if not isinstance(mesh_info, cls):
-        found = type(mesh_info).__name__
-        raise AssertionError(f"Expected mesh_info to be {cls.__name__}, got {found}")
+        raise AssertionError(f"mesh_info must be {cls.__name__}, got {mesh_info}")
     return mesh_info
 
 
