@@ -246,11 +246,11 @@ class TestResolve(DeviceFreeTest):
 
     def test_comm_dtype_adds_in_fp32_only_while_it_is_set(self):
         policy = Policy(BF16, grad_comm_dtype=BF16)
-        self.assertEqual(
-            policies.resolve(policy, param(), "gate", None).reduce_dtype, FP32
-        )
+        self.assertEqual(resolve(policy, param()), (BF16, FP32))
         unset = dataclasses.replace(policy, grad_comm_dtype=None)
-        self.assertIsNone(policies.resolve(unset, param(), "gate", None).reduce_dtype)
+        self.assertEqual(resolve(unset, param()), (BF16, None))
+        # A dtype of the whole unit is the release's, which refuses none
+        self.assertEqual(resolve(Policy(FP8), param()), (FP8, None))
 
     def test_default_of_reduce_dtype_must_be_reducible(self) -> None:
         """It is the computed dtype, or since 2.15 the gradient's."""
