@@ -159,7 +159,7 @@ WRONG_USES = [
         using(Policy(None, BF16, grad_comm_dtype=FP32)),
     ),
     # Patterns
-    ("'norm.weight' must match a whole name in Model", setting("norm.weight", {})),
+    ("'norm.weight' matches nothing in Model", setting("norm.weight", {})),
     (
         "Patterns set param_dtype of layers.1.norm.weight alias last.norm.weight to two "
         "dtypes: (torch.float32, '*.norm.*') and (None, 'layers.1.*')",

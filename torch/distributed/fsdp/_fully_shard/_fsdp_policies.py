@@ -93,8 +93,9 @@ class MixedPrecisionPolicy(_fsdp_api.MixedPrecisionPolicy):
 
         A parameter gets the fields that any of its patterns sets, and the others from the
         call: with ``grad_comm_dtype=torch.bfloat16``, ``A_log`` is sent in that. The policy
-        can be copied, pickled, and used on another model with the same names. Where only
-        parts are sharded with it, ``layers.0.*`` applies from the first forward on.
+        is for units that ``fully_shard`` makes with it. It can be copied, pickled, and used
+        on another model with the same names. Where only parts are sharded with it,
+        ``layers.0.*`` applies from the first forward on.
 
         Args:
             module (nn.Module): The model, or the part whose units get this policy.
@@ -260,7 +261,8 @@ def _with_overrides(policy: _P, module: nn.Module, patterns: Mapping[str, Any]) 
     for pattern, value in patterns.items():
         fqns = [fqn for fqn in params if fnmatchcase(fqn, pattern)]
         if not fqns:
-            raise ValueError(f"Pattern {pattern!r} must match a whole name in {kind}")
+            fix = "give patterns over whole names, e.g. 'layers.0.norm.*'"
+            raise ValueError(f"Pattern {pattern!r} matches nothing in {kind}: {fix}")
         for (name, dtype), fqn in product(_dtypes_of(pattern, value, policy), fqns):
             by_param = set_by.setdefault(name, {})
             first = by_param.setdefault(params[fqn], (dtype, pattern))

@@ -219,7 +219,8 @@ def check_no_custom_comm(group: FSDPParamGroup, setter: str, *allowed: type) -> 
 
 def as_mesh(mesh_info: Any, cls: type) -> Any:
     if not isinstance(mesh_info, cls):
-        raise AssertionError(f"mesh_info must be {cls.__name__}, got {mesh_info}")
+        expected = f"Expected mesh_info to be {cls.__name__}"
+        raise AssertionError(f"{expected}, got {mesh_info}")
     return mesh_info
 
 
