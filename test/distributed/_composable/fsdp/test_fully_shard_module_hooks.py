@@ -25,9 +25,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy, share_comm_ctx
+from torch.distributed.fsdp._fully_shard import _fsdp_registrations as registrations
 from torch.distributed.fsdp._fully_shard._fsdp_comms import DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_context import Handoff
-from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.common_utils import parametrize, run_tests
@@ -351,9 +351,9 @@ class TestStale(FakeGroupTest):
         model = self.evaluated()
         train(model)
         train(model)
-        with mock.patch.object(ParamGroupCache, "find_written") as find:
+        with mock.patch.object(registrations, "get_marks") as get_marks:
             train(model)
-        find.assert_not_called()
+        get_marks.assert_not_called()
         with mock.patch.object(Tensor, "equal", return_value=True) as equal:
             for _ in range(3):
                 evaluate(model)

@@ -173,13 +173,6 @@ class GatherOutputs:
         self.storages = [(t.untyped_storage(), t.nbytes) for t in self.tensors]
 
 
-def _get_marks(fsdp_param: FSDPParam) -> tuple:
-    """Returns marks that writes to a shard change: fused optimizers' no version."""
-    param: Any = fsdp_param.sharded_param
-    tensors = param, param._local_tensor
-    return param.grad is None, *(t._version for t in tensors if not t.is_inference())
-
-
 class ParamGroupCache:
     """
     A group's caches. The group calls it between collectives, which it must not issue, in
@@ -209,7 +202,7 @@ class ParamGroupCache:
         # The parameters registered instead of the sharded ones, their `requires_grad`
         self._registered: list[Any] = []
         self._flags: list[bool] = []
-        # `_registered`, a parameter and its marks. False: it may have been written to
+        # `_registered`, a parameter and its marks. False: once compared
         self.watched: Any = None
 
     def get_facts(self) -> list[tuple]:
@@ -381,21 +374,12 @@ class ParamGroupCache:
         return True
 
     def watch(self) -> None:
-        """Notes marks of a shard, whose parameters stay unsharded, see `find_written`."""
+        """Notes marks of a shard, see `warn_if_stale`, whose parameters stay unsharded."""
         is_noted = self.watched and self.watched[0] is self._registered
         if self.watched is not False and not is_noted:
             watched = max(self.fsdp_params, key=lambda p: p.sharded_param.requires_grad)
-            self.watched = self._registered, watched, _get_marks(watched)
-
-    def find_written(self) -> FSDPParam | None:
-        """Returns the watched parameter, once, if its shard may have been written to."""
-        registered, fsdp_param, marks = self.watched
-        if registered is not self._registered:  # gathered anew
-            self.watched = None
-        elif _get_marks(fsdp_param) != marks:
-            self.watched = False
-            return fsdp_param
-        return None
+            marks = registrations.get_marks(watched)
+            self.watched = self._registered, watched, marks
 
 
 _TO_STATE = {

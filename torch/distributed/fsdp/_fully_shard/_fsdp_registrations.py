@@ -272,19 +272,29 @@ def _warn_of_losses(group: FSDPParamGroup) -> None:
         )
 
 
+def get_marks(fsdp_param: FSDPParam) -> tuple:
+    """Returns marks that writes to a shard change: fused optimizers' no version."""
+    param: Any = fsdp_param.sharded_param
+    tensors = param, param._local_tensor
+    return param.grad is None, *(t._version for t in tensors if not t.is_inference())
+
+
 def warn_if_stale(group: FSDPParamGroup) -> None:
     """Warns if a unit computes with other values than its shards have by now."""
-    fsdp_param = group._cache.find_written()
-    if fsdp_param is None or not group._can_gather_directly():  # else it may round
+    registered, fsdp_param, marks = group._cache.watched
+    is_current = registered is group._cache._registered  # else gathered anew
+    if not is_current or get_marks(fsdp_param) == marks:
         return
+    group._cache.watched = False  # to compare waits for the device
     shard, unsharded = fsdp_param._sharded_param_data, fsdp_param._unsharded_param
     # Forward may write to an unsharded parameter, as an embedding with `max_norm` does
     is_plain = type(shard) is Tensor and not unsharded._version
-    if not is_plain or fsdp_param.fsdp_placement.dim != 0:
+    may_round = not group._can_gather_directly()
+    if may_round or not is_plain or fsdp_param.fsdp_placement.dim != 0:
         return
     n, rank = shard.numel(), getattr(fsdp_param.mesh_info, "shard_mesh_rank", 0)
     part = fsdp_param.all_gather_outputs[0][rank * n : (rank + 1) * n]
-    if not part.equal(shard.to(part.device, part.dtype)):  # waits for the device
+    if not part.equal(shard.to(part.device, part.dtype)):
         warnings.warn(
             f"{fqns_of(group, fsdp_param)[0]} was written to while its unit stayed unsharded "
             "after a forward without gradients, so forward uses old values. Call reshard() "
