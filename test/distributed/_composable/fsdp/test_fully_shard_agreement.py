@@ -201,7 +201,7 @@ DISAGREEMENTS = {
     "size": Disagreement((r"0.gate .* size \(4, 4\)", r"size \(8, 4\)"), {"size": 8}),
     "dim": Disagreement((r"sharded as S\(0\)", r"sharded as S\(1\)"), {"dim": 1}),
     "bucket_cap": Disagreement(
-        (r"'2' is reduced .*nbytes=1048576", r"'2' is reduced .*no reduce bucket cap"),
+        (r"'2' is reduced .*, 1048576\)", r"'2' is reduced .*reduce bucket cap None"),
         {"change": lambda model: None},
         {"change": fsdp.set_reduce_bucket_cap, "reshard": False},
         gathers=3,

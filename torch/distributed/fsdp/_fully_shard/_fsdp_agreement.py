@@ -167,7 +167,7 @@ def _announce(group: FSDPParamGroup, buckets: _Buckets, number: int = 0) -> list
             state = f"is sharded over {num_ranks} ranks after forward"
     else:
         verb, texts = "reduced", [_NO_GRADIENT] * len(params)
-        size += f", {group.reduce_bucket_cap or 'no reduce bucket cap'}"
+        size += f", reduce bucket cap {group.reduce_bucket_cap}"
         for i, key in [(i, bucket.key) for bucket in buckets for i in bucket.params]:
             texts[i] = f"gets a gradient, reduced in {describe_key(key)}"
             # A rank whose shard is empty may have no gradient

@@ -248,7 +248,7 @@ class FSDPCommContext:
         Lets small buckets wait for a reduction with those of other units, at the cap or at
         the end of this backward, be it inside of another. Returns those that do not wait.
         """
-        cap: Any = group.reduce_bucket_cap
+        small_nbytes, cap = group.reduce_bucket_cap
         key, remaining = reduction.scaling, []
         is_plain = reduction.is_default and reduction.all_reduce_hook is None
         # After a deferral replicas may have different buckets
@@ -259,14 +259,14 @@ class FSDPCommContext:
             buckets = [part.bucket for part in batch]
             nbytes = sum(b.shard_numel * b.wire_dtype.itemsize for b in buckets)
             nbytes *= reduction.shard_world_size
-            if nbytes > cap.small_nbytes:
+            if nbytes > small_nbytes:
                 remaining += batch
                 continue
             joined = self.joined_reductions.setdefault(key, JoinedReduction(reduction))
             joined.nbytes += nbytes
             joined.parts += batch
             joined.streams.append(self.device_handle.current_stream())
-            if joined.nbytes >= cap.nbytes:
+            if joined.nbytes >= cap:
                 self.reduce_joined(group, key)
         task = torch._C._current_graph_task_id()
         if task not in (-1, self.joined_reductions_task):  # -1: not in backward

@@ -275,13 +275,6 @@ def plan_buckets(
     return tuple(ReduceBucket(*each, is_mixed) for each in members)
 
 
-class ReduceBucketCap(NamedTuple):
-    """Up to which size buckets wait for others, and at which size all are reduced."""
-
-    small_nbytes: int
-    nbytes: int
-
-
 def by_collective(parts: Sequence[Any]) -> list[Sequence[Any]]:
     """Groups ``BucketGrads`` by collective: one all-to-all, a reduce-scatter for each."""
     exchanged = [part for part in parts if part.bucket.comm_dtype is not None]

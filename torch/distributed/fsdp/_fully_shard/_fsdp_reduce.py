@@ -184,12 +184,12 @@ def reduce_buckets(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
         with handle.stream(stream):
             if exchanged:
                 exchange.send(reduction, exchanged)
-            batches = [[part] for part in parts]
-            group = reduction.all_reduce_group if reduction.all_reduce_grads else None
-            if group is not None and len(parts) > 1:
-                grouped = groupby(parts, lambda part: part.bucket.all_reduce_key)
-                batches = [[*batch] for _, batch in grouped]
-            for batch in batches:
+            joins = (
+                reduction.all_reduce_group is not None and reduction.all_reduce_grads
+            )
+            key: Any = (lambda part: part.bucket.all_reduce_key) if joins else id
+            for _, run in groupby(parts, key):
+                batch = [*run]
                 _reduce_batch(reduction, batch)
     except Exception as error:
         note_reduction(error, batch)

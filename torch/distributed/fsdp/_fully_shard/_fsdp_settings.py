@@ -15,7 +15,7 @@ from torch.distributed.fsdp.api import BackwardPrefetch
 from . import _fsdp_comms as comms
 from ._fsdp_api import AllGather, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter
 from ._fsdp_common import DDPMeshInfo, FSDPMeshInfo
-from ._fsdp_layout import dtypes_of, ReduceBucketCap
+from ._fsdp_layout import dtypes_of
 from ._fsdp_registrations import fqns_of, groups_of
 
 
@@ -88,7 +88,7 @@ def set_reduce_bucket_cap(
         sizes = bucket_cap_mb, small_kb
         if not all(_is_number(size) and 0 < size * 2**20 < math.inf for size in sizes):
             raise ValueError(f"{bucket_cap_mb=} and {small_kb=} must be finite and > 0")
-        cap = ReduceBucketCap(int(small_kb * 2**10), int(bucket_cap_mb * 2**20))
+        cap = int(small_kb * 2**10), int(bucket_cap_mb * 2**20)
     for group in groups_of(module, "set_reduce_bucket_cap", recurse):
         group.reduce_bucket_cap = cap
 
@@ -243,7 +243,8 @@ class GroupSettings:
     reduce_scatter_unused_params: bool = False  # zeros, so that all ranks reduce alike
     reduce_scatter_max_input_buffers: int = 1  # all use the largest
     unshard_async_op: bool = False  # gathers in the current stream, to save memory
-    reduce_bucket_cap: ReduceBucketCap | None = None
+    # Bytes up to which buckets wait for others, and at which all are reduced
+    reduce_bucket_cap: tuple[int, int] | None = None
     unshard_in_backward: bool = True  # some do not need it, e.g. embeddings
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
 
