@@ -104,19 +104,16 @@ def add(text: str, **wrong_uses: WrongUse) -> None:
 
 
 def sharding(
-    module: Callable[[Run], nn.Module] | None = None, **kwargs: Any
+    module: Callable[[Run], nn.Module] = lambda run: Scaled(), **kwargs: Any
 ) -> WrongUse:
     def case(run: Run) -> Callable[[], object]:
-        unit = module(run) if module else Scaled()
-        return partial(fully_shard, unit, mesh=shard_mesh(), **kwargs)
+        return partial(fully_shard, module(run), mesh=shard_mesh(), **kwargs)
 
     return case
 
 
 def with_other(data: Callable[[Run], torch.Tensor]) -> WrongUse:
-    return sharding(
-        lambda run: Scaled(other=nn.Parameter(data(run), requires_grad=False))
-    )
+    return sharding(lambda run: Scaled(other=nn.Parameter(data(run), False)))
 
 
 class CannotSplit(Extended):
@@ -156,15 +153,11 @@ add(
 )
 add(
     f"AssertionError: …dim…{WEIGHT}",
-    no_such_dim=sharding(
-        shard_placement_fn=lambda param: Shard(2) if param.ndim == 2 else None
-    ),
+    no_such_dim=sharding(shard_placement_fn=lambda p: Shard(2) if p.ndim > 1 else None),
 )
 add(
     f"ValueError: …DTensors on the full SPMD mesh…{WEIGHT}",
-    mesh_dims_of_plain_tensors=sharding(
-        dp_mesh_dims=fsdp.DataParallelMeshDims(shard="shard")
-    ),
+    mesh_dims_of_tensors=sharding(dp_mesh_dims=fsdp.DataParallelMeshDims("shard")),
 )
 add(
     f"RuntimeError: {OTHER} It is a DTensor. Call …named mesh dims other",
@@ -201,15 +194,14 @@ add(
     "…add exchange(output_tensor, input_tensor, group)",
     no_exchange=setting("set_custom_reduce_scatter", OwnReduction()),
 )
-for i, sizes in enumerate(((0,), (float("inf"),), ("1",))):
-    add(
-        "ValueError: bucket_cap_mb=…small_kb=…must be finite and > 0",
-        **{
-            f"bucket_cap_{i}": lambda run, sizes=sizes: partial(
-                fsdp.set_reduce_bucket_cap, run.model(), *sizes
-            )
-        },
-    )
+
+
+def capping(bucket_cap_mb: Any) -> WrongUse:
+    return lambda run: partial(fsdp.set_reduce_bucket_cap, run.model(), bucket_cap_mb)
+
+
+CAPS = {f"bucket_cap_{i}": capping(cap) for i, cap in enumerate((0, float("inf"), "1"))}
+add("ValueError: bucket_cap_mb=…small_kb=…must be finite and > 0", **CAPS)
 
 
 # Found between `fully_shard` and the end of the first forward, or by a load #
@@ -268,9 +260,7 @@ add(
 )
 add(
     "ValueError: grad_dtype of 1.gain is torch.int32…set a floating-point dtype",
-    integer_grad_dtype=changed(
-        lambda run, block: setattr(block.gain, "grad_dtype", INT32)
-    ),
+    integer_grad_dtype=changed(lambda _, b: setattr(b.gain, "grad_dtype", INT32)),
 )
 
 
@@ -354,18 +344,22 @@ add(
 )
 
 
-def allocating(setter: str, kind: type, n: int = 0, **other: Any) -> WrongUse:
-    """Has a custom collective allocate ``n`` more, or something else."""
+def custom(kind: type, n: int = 0, **other: Any) -> Any:
+    """Returns a collective that allocates ``n`` more, or something else."""
 
     class Custom(kind):  # type: ignore[misc, valid-type]
         def allocate(self, size: Any, *, dtype: Any, device: Any) -> Any:
             like = {"dtype": dtype, "device": device} | other
             return torch.empty(size[0] + n, **like)
 
+    return Custom()
+
+
+def allocating(setter: str, kind: type, *args: Any, **kwargs: Any) -> WrongUse:
     def case(run: Run) -> Callable[[], object]:
         model = run.trained()
         set_comm = getattr(run.blocks[1], setter)
-        set_comm(Custom())
+        set_comm(custom(kind, *args, **kwargs))
         run.undo = lambda: set_comm(kind())
         return lambda: run.step(model)
 
@@ -418,9 +412,6 @@ add(
 )
 
 
-# Trying them #
-
-
 def expected_grads(device: torch.device) -> list[torch.Tensor]:
     """Returns those of a run in one process. All ranks have the same input."""
     model = nn.Sequential(Scaled(), Scaled()).to(device)
@@ -462,8 +453,6 @@ class TestBadInput(FSDPProcessTest):
             run.root.zero_grad()
         self.check_step(run, run.root)
 
-    # Unusual uses whose gradients are right to the last bit #
-
     @parametrize(
         "factor",
         [-1, torch.tensor(2.0), True, None, 0.5],
@@ -481,13 +470,10 @@ class TestBadInput(FSDPProcessTest):
             model.zero_grad()
 
     def test_reduce_buffers_may_be_wider(self) -> None:
-        class Wider(DefaultReduceScatter):
-            def allocate(self, size: Any, *, dtype: Any, device: Any) -> Any:
-                return torch.empty(*size, dtype=FP64, device=device)
-
         run = Run(self.device)
         model = run.model()
-        run.blocks[1].set_custom_reduce_scatter(Wider())
+        wider = custom(DefaultReduceScatter, dtype=FP64)
+        run.blocks[1].set_custom_reduce_scatter(wider)
         self.check_step(run, model)
 
     @parametrize("is_sharded", [True, False])
