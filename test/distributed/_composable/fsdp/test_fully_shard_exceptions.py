@@ -1,14 +1,13 @@
 # Owner(s): ["oncall: distributed"]
 """After an exception and ``reset_iter_state``, the next steps are exactly right."""
 
-import contextlib
 import copy
 import gc
 import sys
 import time
 import unittest
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -30,6 +29,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_registrations as registrat
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_cache import ParamGroupCache
 from torch.distributed.tensor import DTensor
+from torch.optim import SGD
 from torch.testing._internal.common_utils import parametrize, run_tests
 
 
@@ -40,27 +40,15 @@ class Boom(Exception):
     pass
 
 
-# Where a step fails #
-
-
 class Alarm:
-    """Raises at the ``at``-th of its calls, if it is set."""
+    """Raises at the ``at``-th of its calls after it was set."""
 
-    def __init__(self) -> None:
-        self.error: type[BaseException] | None = None
-        self.calls_left = 0
+    calls_left = 0
 
-    @contextlib.contextmanager
-    def set(self, error: type[BaseException], at: int) -> Iterator[None]:
+    def set(self, error: type[BaseException], at: int) -> None:
         self.error, self.calls_left = error, at
-        try:
-            yield
-        finally:
-            self.error = None
 
     def __call__(self, *args: Any) -> None:
-        if self.error is None:
-            return
         self.calls_left -= 1
         if self.calls_left == 0:
             raise self.error("on purpose")
@@ -157,9 +145,7 @@ class SideBySide:
         self.optimizers = []
         for each in (self.model, self.twin):
             parity_layers.shard_stack(each, **{"mesh": utils.shard_mesh()} | kwargs)
-            self.optimizers.append(
-                torch.optim.SGD(each.parameters(), lr=parity_layers.LR)
-            )
+            self.optimizers.append(SGD(each.parameters(), lr=parity_layers.LR))
         self._batch = 0
 
     def next_batch(self) -> torch.Tensor:
@@ -190,9 +176,7 @@ class SideBySide:
             optimizer.zero_grad()
         self._compare(parameters, after)
 
-    def _compare(
-        self, bits_of: Callable[[nn.Module], Iterator[Any]], after: str | None
-    ) -> None:
+    def _compare(self, bits_of: Callable[..., Any], after: str | None) -> None:
         actual, expected = (dict(bits_of(each)) for each in (self.model, self.twin))
         self.test.assertEqual(modes.differing(actual, expected), [], after)
 
@@ -207,7 +191,8 @@ class TestExceptions(utils.FSDPProcessTest):
         for i, (place, at) in enumerate(cases):
             error = ERRORS[i % len(ERRORS)]
             # No subtest: after a failure this rank would go on where others wait
-            with faults.alarms[place].set(error, at), self.assertRaises(error):
+            faults.alarms[place].set(error, at)
+            with self.assertRaises(error):
                 loss_of(pair.model(pair.next_batch())).backward()
             after = f"{error.__name__} in {place} {at}"
             self.recover(pair, faults, after)
@@ -224,7 +209,8 @@ class TestExceptions(utils.FSDPProcessTest):
             pair.backward()
             model.set_requires_gradient_sync(True)
             model.set_requires_all_reduce(True)
-            with faults.alarms[place].set(Boom, at=2), self.assertRaises(Boom):
+            faults.alarms[place].set(Boom, at=2)
+            with self.assertRaises(Boom):
                 loss_of(model(pair.next_batch())).backward()
             self.recover(pair, faults, place)
             pair.train(place)
@@ -280,7 +266,8 @@ class TestExplanations(utils.FakeGroupTest):
         x = torch.ones(2, 4, requires_grad=True)
         model(x).sum().backward()  # ranks are compared before their first reduction
         fails = mock.patch.object(agreement, "_announce", side_effect=LookupError)
-        with fails, alarm.set(kind, 1), self.assertRaises(kind) as caught:
+        alarm.set(kind, at=1)
+        with fails, self.assertRaises(kind) as caught:
             model(x).sum().backward()
         self.assertIs(type(caught.exception), kind)
         model.reset_iter_state()
@@ -294,9 +281,7 @@ class TestExplanations(utils.FakeGroupTest):
         ],
         name_fn=lambda _, name: name,
     )
-    def test_copy_out_that_fails_leaves_nothing_behind(
-        self, owner: Any, name: str
-    ) -> None:
+    def test_copy_out_that_fails_leaves_nothing(self, owner: Any, name: str) -> None:
         """Outputs are freed, and names are registered as they were."""
         model = self.unit()
         group = model._get_fsdp_state()._fsdp_param_group
