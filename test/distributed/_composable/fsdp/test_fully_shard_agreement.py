@@ -168,9 +168,7 @@ class Disagreement(NamedTuple):
     compares: str = "1"  # or "always"
 
 
-ON_UNITS = (
-    "call fully_shard on the same modules .* must run it in its turn nevertheless"
-)
+ON_UNITS = "call fully_shard on the same modules .* must run it in its turn"
 # What ranks that always compare say where they drift apart
 DRIFTED: dict[str, Any] = {
     "gathers": None,

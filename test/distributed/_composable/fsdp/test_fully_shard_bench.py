@@ -2,6 +2,7 @@
 """What ``make bench``, ``make gpu`` and the studies count. No time is asserted."""
 
 import json
+import operator
 import signal
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from unittest import mock
 
 import pytest
 
+from fsdp_helpers.build.utils import ScratchTestCase
 from fsdp_helpers.common import utils
 from fsdp_helpers.common.release_rules import IS_2_15
 
@@ -26,7 +28,7 @@ BLOCKS, PER_DTYPE = "Nemotron-H-like blocks", "release, one unit per dtype"
 PROMOTED = "2.15.0, gradients promoted"
 
 
-class ImportingTest(utils.DeviceFreeTest):
+class ImportingTest(utils.DeviceFreeTest, ScratchTestCase):
     """Imports the modules of the benchmarks as they do each other."""
 
     @classmethod
@@ -35,12 +37,6 @@ class ImportingTest(utils.DeviceFreeTest):
         for folder in (str(FOLDER), str(utils.REPO_ROOT)):
             sys.path.insert(0, folder)
             cls.addClassCleanup(sys.path.remove, folder)
-
-    def setUp(self) -> None:
-        super().setUp()
-        scratch = tempfile.TemporaryDirectory()
-        self.addCleanup(scratch.cleanup)
-        self.folder = Path(scratch.name)
 
 
 @unittest.skipUnless(utils.RELEASE_ROOT.is_dir(), "needs the release beside the branch")
@@ -53,18 +49,12 @@ class TestCounts(utils.DeviceFreeTest):
     def setUpClass(cls) -> None:
         super().setUpClass()
         with tempfile.TemporaryDirectory() as folder:
-            args = (
-                "--quick",
-                "--parts",
-                "bytes,memory,kernels,timeline" + (",promotion" if IS_2_15 else ""),
-                "--output",
-                folder,
-            )
+            parts = "bytes,memory,kernels,timeline" + (",promotion" if IS_2_15 else "")
+            args = "--quick", "--parts", parts, "--output", folder
             cls.table = utils.run_python(str(FOLDER / "bench.py"), *args)
             found = json.loads((Path(folder) / "results.json").read_text())
-        cls.rows = {
-            (row["case"], row["quantity"], row["versus"]): row for row in found["rows"]
-        }
+        keys = operator.itemgetter("case", "quantity", "versus")
+        cls.rows = {keys(row): row for row in found["rows"]}
 
     @unittest.skipIf(IS_2_15, "the picture is of the default release")
     def test_picture_in_the_pages_is_the_measured_one(self) -> None:
@@ -128,8 +118,8 @@ class TestSides(ImportingTest):
         ):
             side = _sides.Side("branch", utils.TREE_ROOT, backend="gloo", world_size=2)
             self.addCleanup(side.stop)
-            (self.folder / "_worker.py").write_text(worker)
-            with mock.patch.object(_sides, "HERE", self.folder):
+            (self.scratch / "_worker.py").write_text(worker)
+            with mock.patch.object(_sides, "HERE", self.scratch):
                 side.start()
             processes = [*side._processes]
             with self.subTest(text):
@@ -180,10 +170,10 @@ class TestGpu(ImportingTest):
     def run_gpu(self, only: str) -> tuple[int, list[dict[str, str]], str]:
         import gpu
 
-        argv = ["--device", "cpu", "--output", str(self.folder), "--only", only]
+        argv = ["--device", "cpu", "--output", str(self.scratch), "--only", only]
         status = gpu.main(argv)
-        lines = json.loads((self.folder / "report.json").read_text())["lines"]
-        return status, lines, (self.folder / "report.md").read_text()
+        lines = json.loads((self.scratch / "report.json").read_text())["lines"]
+        return status, lines, (self.scratch / "report.md").read_text()
 
     def test_gpu_report_of_a_cpu_is_as_expected(self) -> None:
         status, lines, page = self.run_gpu("tests,sanitizer,late")
@@ -207,7 +197,7 @@ class TestGpu(ImportingTest):
             "timed out": "import time\ndef test_1(): time.sleep(999)",
         }
         for verdict, body in bodies.items():
-            file = self.folder / "test_file.py"
+            file = self.scratch / "test_file.py"
             file.write_text(body)
             seconds = 5 if verdict == "timed out" else 60
             with self.subTest(verdict), mock.patch.object(gpu, "SECONDS", seconds):

@@ -99,12 +99,10 @@ class TestCheckpoint(utils.FSDPProcessTest):
         expected = training.full()
         parts = get_state_dict(training.model, training.optimizer, options=FULL_ON_CPU)
         other = Training(utils.hybrid_mesh(utils.WORLD_SIZE // 2), seed=1)
-        model_state, optimizer_state = parts if self.rank == 0 else ({}, {})
-        state_dict.set_model_state_dict(
-            other.model, model_state, options=FROM_FIRST_RANK
-        )
+        of_model, of_optimizer = parts if self.rank == 0 else ({}, {})
+        state_dict.set_model_state_dict(other.model, of_model, options=FROM_FIRST_RANK)
         state_dict.set_optimizer_state_dict(
-            other.model, other.optimizer, optimizer_state, options=FROM_FIRST_RANK
+            other.model, other.optimizer, of_optimizer, options=FROM_FIRST_RANK
         )
         self.check_same(other.full(), expected)
 

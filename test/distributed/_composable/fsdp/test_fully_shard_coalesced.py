@@ -156,11 +156,9 @@ def outputs_of(
     return [output for p in params for output in p.all_gather_outputs]
 
 
-def unsharded_nbytes(
-    model: nn.Module, state: ShardedState = ShardedState.SHARDED
-) -> int:
+def unsharded_nbytes(model: nn.Module, *states: ShardedState) -> int:
     """Returns the bytes of unsharded memory of the parameters in a state."""
-    return sum(t.untyped_storage().nbytes() for t in outputs_of(model, state))
+    return sum(t.untyped_storage().nbytes() for t in outputs_of(model, *states))
 
 
 class TestCoalesced(utils.FSDPProcessTest):

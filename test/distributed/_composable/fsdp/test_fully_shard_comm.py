@@ -57,9 +57,7 @@ class ComplexPart(nn.Module):
 
 
 class TestUnits(utils.FSDPProcessTest):
-    def module(
-        self, specs: Sequence[Spec], policy: MixedPrecisionPolicy
-    ) -> comms.Weighted:
+    def module(self, specs: Sequence[Spec], policy: MixedPrecisionPolicy) -> Any:
         how: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": True}
         return comms.sharded(specs, utils.shard_mesh(), device=utils.DEVICE_TYPE, **how)
 
@@ -104,9 +102,7 @@ class TestUnits(utils.FSDPProcessTest):
 
     @pytest.mark.quick
     @parametrize("name", [*UNITS])
-    def test_one_gather_each_way_and_one_reduction_for_each_dtype(
-        self, name: str
-    ) -> None:
+    def test_one_gather_each_way_and_one_reduction_by_dtype(self, name: str) -> None:
         dtypes, policy = UNITS[name]
         specs = [Spec((3 + i, 3), dtype) for i, dtype in enumerate(dtypes)]
         module = self.module(specs, policy)
@@ -121,9 +117,7 @@ class TestUnits(utils.FSDPProcessTest):
         self.assert_same_on_all_ranks(recorded.calls)
 
     @parametrize("dtypes", [(None, None), (BF16, None), (BF16, FP32)])
-    def test_unused_parameters_reduce_zeros_in_their_own_dtype(
-        self, dtypes: tuple
-    ) -> None:
+    def test_unused_parameters_reduce_zeros_in_their_dtype(self, dtypes: tuple) -> None:
         """Even ranks use the first parameter, odd ones the second, none the third."""
         policy = policy_of(*dtypes)
         specs = [Spec((5, 3), BF16), Spec((1,), FP32), Spec((7, 2), FP16)]
@@ -181,12 +175,9 @@ class TestUnits(utils.FSDPProcessTest):
         self, dtype: torch.dtype, first_has_grads: bool
     ) -> None:
         """Those of casts that autocast has kept come after the unit's post-backward."""
-        (expected, calls), (steps, reductions) = (
-            self.train_in_one_region(
-                dtype, keeps_casts=keeps, first_has_grads=first_has_grads
-            )
-            for keeps in (False, True)
-        )
+        how = {"first_has_grads": first_has_grads}
+        expected, calls = self.train_in_one_region(dtype, keeps_casts=False, **how)
+        steps, reductions = self.train_in_one_region(dtype, keeps_casts=True, **how)
         self.assertEqual(steps, expected, atol=0, rtol=0)
         self.assert_same_on_all_ranks(reductions)
         self.assertEqual(sorted(map(str, reductions)), sorted(map(str, calls)))
@@ -207,9 +198,7 @@ class TestUnits(utils.FSDPProcessTest):
         self.assertIn("Give each microbatch an autocast region, or", text)
 
     @parametrize("reduce_dtype", [None, FP32])
-    def test_reduce_dtype_keeps_imaginary_parts(
-        self, reduce_dtype: torch.dtype | None
-    ) -> None:
+    def test_reduce_dtype_keeps_imaginary_parts(self, reduce_dtype: Any) -> None:
         model = ComplexPart().to(self.device)
         microbatches = range(2)
         expected: dict[str, torch.Tensor] = {}

@@ -173,9 +173,8 @@ class TestContract(ScenarioTest):
 
     def test_step_on_fake_tensors(self) -> None:
         """Which have no data."""
-        self.assertEqual(
-            self.branch["uniform"]["fake"], self.release["uniform"]["fake"]
-        )
+        found, expected = self.branch["uniform"], self.release["uniform"]
+        self.assertEqual(found["fake"], expected["fake"])
         mixed = self.branch["mixed"]["fake"]
         self.assertEqual(mixed["blocks.1.layers.0.weight"], ("torch.float32", [2, 6]))
         self.assertEqual(mixed["blocks.1.layers.1.gain"], ("torch.bfloat16", [2]))
@@ -236,14 +235,10 @@ class TestDivideFactors(DeviceFreeTest):
         """Which does not run there, so that its input is divided."""
         keys = [(getattr(torch, dtype), None) for dtype in contract.DTYPES]
         keys.append((torch.float32, torch.bfloat16))
-        flags = (False, True)
-        for case in itertools.product(
-            (None, 1), keys, contract.REPLICAS, contract.FACTORS, flags
-        ):
+        of_all = keys, contract.REPLICAS, contract.FACTORS, (False, True)
+        for case in itertools.product((None, 1), *of_all):
             shards, key, replicas, factor, force_sum = case
-            groups = [
-                None if n is None else contract.FakeGroup(n) for n in (shards, replicas)
-            ]
+            groups = [n and contract.FakeGroup(n) for n in (shards, replicas)]
             settings = scaling.Scaling(*groups, "cuda", factor, force_sum)
             before, after, _, replica_op = scaling.get_divide_factors(key, settings)
             divisor = (before or 1) * (after or 1)

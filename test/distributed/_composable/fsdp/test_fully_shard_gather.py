@@ -35,9 +35,7 @@ pytestmark = pytest.mark.quick
 class TestAllGather(ThreadTest):
     world_size = 3
 
-    def gather_in_parameter_order(
-        self, unit: FSDPParamGroup
-    ) -> collectives.AllGatherResult:
+    def gather_in_parameter_order(self, unit: FSDPParamGroup) -> Any:
         """Makes a result of six fields, as a plugin's gather would."""
         inputs = [tensor for p in unit.fsdp_params for tensor in p.all_gather_inputs]
         pieces = [*map(utils.as_bytes, inputs)]
@@ -216,9 +214,7 @@ class TestKeptBetweenSteps(ThreadTest):
             return grads_file.PartialReduces().plan(unit._cache, grads, defers=False)
 
         found = [buckets(pattern) for pattern in patterns]
-        members = [
-            [[slot.param for slot in b.slots] for b in planned] for planned in found
-        ]
+        members = [[[slot.param for slot in b.slots] for b in each] for each in found]
         # The last has an fp32 gradient for the bf16 parameter
         last = [[1, 2], [0]] if IS_2_15 else [[1, 2, 0]]
         self.assertEqual(members, [[[1, 2], [0]], [[2], [0]], last])
@@ -305,9 +301,7 @@ class TestExplicitUnshard(utils.FakeGroupTest):
 
     @parametrize("is_dense", [False, True])
     @parametrize("size", [2, 8])
-    def test_a_gather_sends_what_shards_are_now(
-        self, is_dense: bool, size: int
-    ) -> None:
+    def test_a_gather_sends_what_shards_are(self, is_dense: bool, size: int) -> None:
         model = fully_shard(Affine(size), mesh=self.mesh)
         for start in (1.0, 5.0):
             shard = torch.ones(size // 2, 2)[:, 0]
@@ -363,11 +357,10 @@ class TestExplicitUnshard(utils.FakeGroupTest):
     @parametrize("has_own", [False, True])
     def test_an_explicit_unshard_reads_what_has_changed(self, has_own: bool) -> None:
         """A parameter's dtypes are read once, if it has a policy of its own as well."""
-        policy = MixedPrecisionPolicy(param_dtype=BF16)
+        dtypes: Any = {"param_dtype": BF16}
         if has_own:
-            policy = MixedPrecisionPolicy(
-                reduce_dtype=FP32, param_dtype_override_fn=lambda _: BF16
-            )
+            dtypes = {"reduce_dtype": FP32, "param_dtype_override_fn": lambda _: BF16}
+        policy = MixedPrecisionPolicy(**dtypes)
         model = fully_shard(nn.Linear(4, 4), mesh=self.mesh, mp_policy=policy)
         group = comms.group_of(model)
         params, read = group.fsdp_params, FSDPParam.init_dtype_attrs

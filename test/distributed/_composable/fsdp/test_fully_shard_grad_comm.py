@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """``grad_comm_dtype``: given gradients, sent in one dtype and added in another."""
 
+import functools
 import importlib.util
 import itertools
 import math
@@ -80,8 +81,6 @@ def given_weight(rank: int, i: int, spec: Spec) -> torch.Tensor:
 
 
 class TestTree(TestCase):
-    """The sum alone."""
-
     @pytest.mark.quick
     @settings(max_examples=400, deadline=None)
     @given(
@@ -161,9 +160,7 @@ class TestKernel(utils.ParametrizedTest):
         memory = torch.empty(offset + values.numel(), dtype=dtype, device=self.device)
         return memory[offset:].view(values.size()).copy_(values)[:, :numel]
 
-    def check(
-        self, rows: torch.Tensor, added: torch.dtype, divisor: float | None
-    ) -> None:
+    def check(self, rows: torch.Tensor, added: torch.dtype, divisor: Any) -> None:
         """Compares the bits of the kernel and of the operators."""
         numel, before = rows.size(1), rows.clone()
         target = torch.full((numel + 2,), math.nan, dtype=added, device=self.device)
@@ -269,11 +266,7 @@ class GradCommTest(comms.ThreadTest):
         return [param.grad.full_tensor() for param in module.parameters()]
 
     def expected(
-        self,
-        i: int,
-        spec: Spec,
-        dtypes: Any = (BF16, FP32),
-        divisor: float | None = None,
+        self, i: int, spec: Spec, dtypes: Any = (BF16, FP32), divisor: Any = None
     ) -> torch.Tensor:
         """In the dtypes to send in and to add in."""
         ranks, (comm, reduce) = self.world_size, dtypes
@@ -281,16 +274,13 @@ class GradCommTest(comms.ThreadTest):
         total = add([grad.to(comm).to(reduce) for grad in made])
         return (total / (divisor or ranks)).to(spec.dtype)
 
-    def expected_mix(self, specs: Sequence[Spec], **how: Any) -> list[torch.Tensor]:
+    def expected_mix(self, specs: Sequence[Spec], divisor: Any = None) -> list[Any]:
         """With :func:`policy_of_several`."""
-        return [
-            self.expected(i, spec, (sent_in(i), added_in(i)), **how)
-            for i, spec in enumerate(specs)
-        ]
+        dtypes = [(sent_in(i), added_in(i)) for i in range(len(specs))]
+        cases = enumerate(zip(specs, dtypes))
+        return [self.expected(i, *case, divisor) for i, case in cases]
 
-    def assert_all_same(
-        self, actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
-    ) -> None:
+    def assert_all_same(self, actual: Sequence[Any], expected: Sequence[Any]) -> None:
         for one, other in zip(actual, expected, strict=True):
             self.assert_same(one, other)
 
@@ -360,9 +350,7 @@ class TestOneAllToAll(GradCommTest):
         return comms.sharded(self.SPECS, mesh, device=utils.THREAD_DEVICE_TYPE, **how)
 
     @parametrize("shards", [4, 2, 1])
-    def test_hsdp_adds_one_buffer_for_each_dtype_and_divides_once(
-        self, shards: int
-    ) -> None:
+    def test_hsdp_adds_a_buffer_of_each_dtype_and_divides_once(self, shards: int):
         module = self.module(self.mesh_over(shards))
         module.set_gradient_divide_factor(3.0)
         with utils.record_collectives() as recorder:
@@ -420,13 +408,10 @@ class TestOneAllToAll(GradCommTest):
     def test_reductions_that_cannot_send(self):
         module = self.module(mp_policy=policy(None, FP32))
         module.set_custom_reduce_scatter(comms.OwnReduction())
-        comms.group_of(
-            module
-        ).mp_policy = policy()  # too late for the setter to refuse it
-        with self.assertRaisesRegex(
-            ValueError,
-            r"OwnReduction of unit 'FSDPWeighted' cannot reduce p0.*dtype is torch\.bf",
-        ):
+        # Too late for the setter to refuse it
+        comms.group_of(module).mp_policy = policy()
+        text = r"OwnReduction of unit 'FSDPWeighted' cannot reduce p0.*dtype is torch\."
+        with self.assertRaisesRegex(ValueError, text):
             self.backward(module, self.SPECS)
         module = self.module()
         module.set_force_sum_reduction_for_comms(True)
@@ -436,10 +421,8 @@ class TestOneAllToAll(GradCommTest):
 
 class TestUnitsOfFakeRanks(utils.FakeGroupTest):
     @parametrize("is_hybrid", [False, True])
-    def test_post_backward_needs_hardly_more_memory_than_in_fp32(
-        self, is_hybrid: bool
-    ) -> None:
-        """For half of the rows of a piece in fp32, which a kernel does without."""
+    def test_post_backward_hardly_needs_more_memory(self, is_hybrid: bool) -> None:
+        """Than in fp32: for half of a piece's rows, which a kernel does without."""
         specs = [((128, 32), BF16), ((128, 32), BF16), ((64, 16), BF16)]
         policies = policy(None, FP32), policy(BF16, FP32)
         modes = ({"is_hybrid": is_hybrid, "mp_policy": each} for each in policies)
@@ -449,10 +432,9 @@ class TestUnitsOfFakeRanks(utils.FakeGroupTest):
 
     def test_hsdp_adds_in_the_memory_of_one_piece(self):
         tensor = torch.ones(2**20)
+        run = functools.partial(tree.all_reduce_in_tree, tensor, dist.group.WORLD)
         with mock.patch.object(tree, "_MIN_PIECE_NBYTES", 12):
-            peak = peak_nbytes_of(
-                lambda: tree.all_reduce_in_tree(tensor, dist.group.WORLD)
-            )
+            peak = peak_nbytes_of(run)
         self.assertLess(peak, 1.1 * tensor.nbytes / 8)
 
 

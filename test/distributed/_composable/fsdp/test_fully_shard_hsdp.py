@@ -91,10 +91,8 @@ class TestProcesses(utils.FSDPProcessTest):
             # A mesh without replicas defers nothing: a plugin does
             values = torch.tensor([1.0] + [2.0] * 4, device=DEVICE_TYPE)
             group._partial_reduce_output = values
-            replicas = hybrid_mesh(2).get_group(0)
-            model.set_all_reduce_hook(
-                lambda g: dist.all_reduce(g.div_(2), group=replicas)
-            )
+            ranks = hybrid_mesh(2).get_group(0)
+            model.set_all_reduce_hook(lambda g: dist.all_reduce(g.div_(2), group=ranks))
         else:
             backward(model, w=1.0, b=2.0)
         if how == "set_again":
@@ -182,10 +180,8 @@ class TestProcesses(utils.FSDPProcessTest):
 
     @parametrize("setter", ["set_requires_all_reduce", "set_requires_gradient_sync"])
     @parametrize("by_default", [False, True])
-    def test_microbatches_add_up_in_a_wider_grad_dtype(
-        self, setter: str, by_default: bool
-    ):
-        """Which users have set: bf16 would add up 256, 1 and -256 to 0."""
+    def test_microbatches_add_up_in_a_wider_dtype(self, setter: str, by_default: bool):
+        """The ``grad_dtype`` that users set: bf16 adds up 256, 1 and -256 to 0."""
         policy = MixedPrecisionPolicy(reduce_dtype=None if by_default else BF16)
         model = model_of({"p": ((4,), BF16), "q": ((4,), BF16)})
         for param in model.parameters():
@@ -269,9 +265,7 @@ class TestProcesses(utils.FSDPProcessTest):
 
     @parametrize("change", POLICIES)
     @parametrize("factor", [None, 8.0])
-    def test_reduce_dtype_may_change_before_the_all_reduce(
-        self, change: str, factor: float | None
-    ):
+    def test_reduce_dtype_may_change_before_all_reduce(self, change: str, factor: Any):
         model = model_of({"p": ((3,), FP32), "q": ((4,), FP32)})
         fully_shard(model, mesh=hybrid_mesh(2))
         model.set_gradient_divide_factor(factor)
@@ -371,18 +365,12 @@ class TestBuffers(utils.FakeGroupTest):
     def test_assigned_partial_reduce_must_be_one_of_the_unit(self) -> None:
         """A plugin's own sum, see ``_partial_reduce_output``."""
         model = model_of({"p": ((8,), FP32)})
-        group = comms.group_of(
-            fully_shard(model, mesh=comms.mesh_of(2, 2, device="cpu"))
-        )
+        fully_shard(model, mesh=comms.mesh_of(2, 2, device="cpu"))
+        group = comms.group_of(model)
         for dtype, numel in ((BF16, 4), (FP32, 5)):
-            with (
-                self.subTest(dtype=dtype),
-                self.assertRaisesRegex(
-                    ValueError,
-                    f"_partial_reduce_output of unit .* got {numel} elements of {dtype}, "
-                    "but the unit reduces 4 of torch.float32",
-                ),
-            ):
+            text = f"_partial_reduce_output of unit .* got {numel} elements of {dtype}"
+            text += ", but the unit reduces 4 of torch.float32"
+            with self.subTest(dtype=dtype), self.assertRaisesRegex(ValueError, text):
                 group._partial_reduce_output = torch.zeros(numel, dtype=dtype)
         self.assertIsNone(group._partial_reduce_output)
         output = group._partial_reduce_output = torch.zeros(4)
