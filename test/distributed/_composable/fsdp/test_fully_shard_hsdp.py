@@ -5,7 +5,7 @@ a later microbatch, and how long buffers live. Random schedules, meshes and poli
 in ``test_fully_shard_random.py``, all-reduce hooks in ``test_fully_shard_parity.py``.
 """
 
-import contextlib
+import functools
 import itertools
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
@@ -80,7 +80,7 @@ class TestProcesses(utils.FSDPProcessTest):
     @parametrize("how", ["plain", "wrapped", "set_again", "averaged_by_a_hook"])
     def test_replicas_whose_gradients_differ_add_up(self, how: str):
         """Each has both in a deferred microbatch, and only one has both in the last."""
-        own, has_hook = param_group.foreach_reduce, "hook" in how
+        has_hook, own = "hook" in how, param_group.foreach_reduce
         mesh = hybrid_mesh(2)["shard"] if has_hook else hybrid_mesh(2)
         model = model_of({"w": ((2,), FP32), "b": ((8,), FP32)})
         group = comms.group_of(fully_shard(model, mesh=mesh))
@@ -99,10 +99,8 @@ class TestProcesses(utils.FSDPProcessTest):
             kept, group._partial_reduce_output = group._partial_reduce_output, None
             group._partial_reduce_output = kept
         model.set_requires_all_reduce(True)
-        wrapped = mock.patch.object(
-            param_group, "foreach_reduce", lambda *args, **kw: own(*args, **kw)
-        )
-        with wrapped if how == "wrapped" else contextlib.nullcontext():
+        wrapped = functools.partial(own) if how == "wrapped" else own
+        with mock.patch.object(param_group, "foreach_reduce", wrapped):
             backward(model, **{"w": 4.0, "b": 8.0} if self.rank < 2 else {"b": 8.0})
         self.assertEqual(full_grad(model.w), torch.full((2,), 3.0).double())
         self.assertEqual(full_grad(model.b), torch.full((8,), 10.0).double())

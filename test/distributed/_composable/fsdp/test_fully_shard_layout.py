@@ -81,9 +81,8 @@ class TestDtypes(DeviceFreeTest):
         for seed in range(20):
             mixed = random.Random(seed).sample(ordered, len(ordered))
             self.assertEqual(sorted(mixed, key=layouts.dtype_sort_key), ordered)
-        self.assertEqual(
-            len({layouts.dtype_sort_key(d) for d in ALL_DTYPES}), len(ALL_DTYPES)
-        )
+        keys = {layouts.dtype_sort_key(dtype) for dtype in ALL_DTYPES}
+        self.assertEqual(len(keys), len(ALL_DTYPES))
 
     def test_policy_sets_the_reduce_dtype_of_floating_gradients_alone(self):
         found = {dtype: layouts.reduce_dtype_of(dtype, FP32) for dtype in ALL_DTYPES}
@@ -117,9 +116,7 @@ class TestGatherLayout(DeviceFreeTest):
             self.assertEqual(layout.buffer_dtype, layouts.storage_dtype(mix[0][0]))
             self.assertEqual(layout.split_sizes, [numel for _, numel in mix])
         segment_nbytes = layout.segment_numel * layout.buffer_dtype.itemsize
-        self.assertEqual(
-            segment_nbytes, sum(region.nbytes for region in layout.regions)
-        )
+        self.assertEqual(segment_nbytes, sum(each.nbytes for each in layout.regions))
         self.assertEqual(sum(layout.split_sizes), layout.segment_numel)
 
 
@@ -234,25 +231,19 @@ class TestPieces(DeviceFreeTest):
         ],
     )
     def test_large_pieces_are_copied_apart(self, size, dim, count):
-        place = SimpleNamespace(dim=dim)
-        param = SimpleNamespace(
-            padded_sharded_param_size=torch.Size(size), fsdp_placement=place
-        )
+        sizes = {"padded_sharded_param_size": torch.Size(size)}
+        param = SimpleNamespace(fsdp_placement=SimpleNamespace(dim=dim), **sizes)
         self.assertEqual(layouts.count_pieces(param, BF16), count)
 
 
 class TestReduceBuckets(DeviceFreeTest):
     def plan(self, params) -> tuple[layouts.ReduceBucket, ...]:
-        slots = [
-            layouts.ReduceSlot(i, orig, n) for i, (orig, _, n) in enumerate(params)
-        ]
+        slots = [layouts.ReduceSlot(i, d, n) for i, (d, _, n) in enumerate(params)]
         return layouts.plan_buckets(slots, [(dtype, None) for _, dtype, _ in params])
 
     @plans
     @given(floating_params())
-    def test_each_storage_dtype_is_one_run_of_the_bucket_of_its_reduce_dtype(
-        self, params
-    ):
+    def test_each_stored_dtype_is_one_run_of_the_bucket_it_reduces_in(self, params):
         """Each parameter is (storage dtype, reduce dtype, elements of a padded shard)."""
         buckets = self.plan(params)
         slots = [(slot, bucket) for bucket in buckets for slot in bucket.slots]

@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """The reduction of a unit's gradients over shards, against sums on paper."""
 
+import functools
 import weakref
 from collections import Counter
 from types import SimpleNamespace
@@ -67,9 +68,8 @@ class TestCopyIn(DeviceFreeTest):
     def copy_in(self, dtypes, keys, is_dense=True) -> Counter[str]:
         """Copies all in, each into its place. Returns the operators."""
         in_turn = sorted((dtypes * self.COUNT)[: self.COUNT], key=str)
-        slots = [
-            layouts.ReduceSlot(i, d, 2 * (i % 3 + 1)) for i, d in enumerate(in_turn)
-        ]
+        numels = [2 * (i % 3 + 1) for i in range(self.COUNT)]
+        slots = [*map(layouts.ReduceSlot, range(self.COUNT), in_turn, numels)]
         keys = [keys[d] if isinstance(keys, dict) else keys for d in in_turn]
         buckets = layouts.plan_buckets(slots, keys, is_mixed=True)
         sizes = [(self.RANKS * n.shard_numel // 2 - n.param % 2, 2) for n in slots]
@@ -82,9 +82,8 @@ class TestCopyIn(DeviceFreeTest):
         numel = self.RANKS * layout.segment_numel
         buffer = torch.empty(numel, dtype=layout.buffer_dtype)
         columns = reduce_file._as_columns(buffer, layout, self.RANKS)
-        reduction: Any = SimpleNamespace(
-            shard_world_size=self.RANKS, allocate=lambda *_: buffer
-        )
+        by_rank = {"shard_world_size": self.RANKS, "allocate": lambda *_: buffer}
+        reduction: Any = SimpleNamespace(**by_rank)
         parts = [BucketGrads([], *pair) for pair in zip(buckets, grads)]
         with comms.count_operators() as counts:
             if len(buckets) > 1:
@@ -111,10 +110,8 @@ class TestCopyIn(DeviceFreeTest):
     def test_large_ones_are_cast_without_a_temporary(self) -> None:
         for case in ("narrowed", "sent in bf16", "fp16 widened"):
             dtypes, keys, *_ = self.CASES[case]
-            with (
-                self.subTest(case),
-                mock.patch.object(reduce_file, "_MAX_RUN_NUMEL", 0),
-            ):
+            are_large = mock.patch.object(reduce_file, "_MAX_RUN_NUMEL", 0)
+            with self.subTest(case), are_large:
                 counts = self.copy_in(dtypes, keys)
                 self.assertEqual(counts["aten::copy_"], self.COUNT)
                 # For parameters that do not divide by the ranks
@@ -188,21 +185,17 @@ class TestOrder(FakeGroupTest):
         return [n for n in issued if n in (self.COPY_IN, self.SCATTER, self.ALL_REDUCE)]
 
     def test_sizes_of_other_gradients_than_those_to_prepare_are_refused(self) -> None:
-        prepare = "_default_reduce_scatter_input_fn"
-        with (
-            mock.patch.object(param_group, prepare, lambda *_: ()),
-            self.assertRaisesRegex(ValueError, "shorter"),
-        ):
+        name = "_default_reduce_scatter_input_fn"
+        replaced = mock.patch.object(param_group, name, lambda *_: ())
+        with replaced, self.assertRaisesRegex(ValueError, "shorter"):
             self.forward(self.mesh).backward()
 
     def test_buckets_of_a_wrapped_reduction_share_no_memory(self) -> None:
-        own = param_group.foreach_reduce
+        wrapped = functools.partial(param_group.foreach_reduce)
         specs = [Spec((8, 2), FP32), Spec((8, 4), BF16)]
         model = sharded(specs, self.mesh, device="cpu")
         model.set_custom_reduce_scatter(KeptScatter(keeps_results=True))
-        with mock.patch.object(
-            param_group, "foreach_reduce", lambda *args, **kwargs: own(*args, **kwargs)
-        ):
+        with mock.patch.object(param_group, "foreach_reduce", wrapped):
             model([torch.ones(spec.size) for spec in specs]).backward()
         grads = {param.grad._local_tensor.data_ptr() for param in model.parameters()}
         self.assertEqual(len(grads), 2)

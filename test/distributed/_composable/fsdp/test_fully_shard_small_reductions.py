@@ -95,9 +95,7 @@ class JoinTest(BlocksTest):
             self.loss(model).backward()
         return seen.reduce_scatters
 
-    def compare(
-        self, run: Callable[[Any], object] | None = None, **kwargs: Any
-    ) -> list[Any]:
+    def compare(self, run: Callable | None = None, **kwargs: Any) -> list[Any]:
         """Compares the gradients of both models after a step, or ``run``."""
         models, recorders = self.pair(**kwargs), []
         for model in models:

@@ -66,10 +66,9 @@ class TestSummaryOfOneRank(utils.FakeGroupTest):
 
     def test_parts_whose_names_are_ambiguous_until_the_first_forward(self) -> None:
         """It knows what it says, and changes nothing."""
-        blocks = [
-            nn.Sequential(utils.CastLinear(8, 8), nn.LayerNorm(8)) for _ in range(2)
-        ]
-        model = nn.Sequential(*blocks, utils.CastLinear(8, 8))
+        linears = [utils.CastLinear(8, 8) for _ in range(3)]
+        blocks = [nn.Sequential(linear, nn.LayerNorm(8)) for linear in linears[:2]]
+        model = nn.Sequential(*blocks, linears[2])
         # "1.weight" is a name of a part's norm, and the end of those of both norms;
         # "0.weight" is the root's only as the end of the names of two others
         patterns = {"1.1.*": {"param_dtype": FP32}, "0.0.*": {"reduce_dtype": FP64}}
@@ -102,14 +101,10 @@ class TestSummaryOfOneRank(utils.FakeGroupTest):
         self.assertEqual(units, ["_orig_mod", "_orig_mod.0, _orig_mod.2"])
 
     def test_dtypes_that_users_set_make_rows_of_their_own(self) -> None:
-        def only_matrices(param: nn.Parameter) -> torch.dtype | None:
-            return BF16 if param.ndim == 2 else None
-
         model = nn.Linear(4, 4, dtype=BF16)
         model.weight.grad_dtype, model.bias.grad_dtype = FP64, None
-        policy = MixedPrecisionPolicy(
-            reduce_dtype=FP32, grad_comm_dtype_override_fn=only_matrices
-        )
+        patterns = {"weight": {"grad_comm_dtype": BF16}}
+        policy = MixedPrecisionPolicy.by_name(model, patterns, reduce_dtype=FP32)
         fully_shard(model, mp_policy=policy)
         found = {
             row.names: (row.grad_dtype, row.comm_dtype, row.reduced_nbytes, row.after)
@@ -180,12 +175,11 @@ class TestSummaryOfSteps(utils.FSDPThreadTest):
 
     @parametrize("has_policy", [False, True])
     def test_bytes_are_those_of_a_step(self, has_policy: bool) -> None:
-        model: Any = (
-            nn.Sequential(Unit(), Unit()) if has_policy else utils.mixed_model(2)
-        )
+        model: Any = utils.mixed_model(2)
         patterns = {"*.down.*": {"reduce_dtype": BF16}, "*.up.*": {"param_dtype": FP32}}
         policy = MixedPrecisionPolicy()
         if has_policy:
+            model = nn.Sequential(Unit(), Unit())
             model[0].norm.requires_grad_(False)
             policy = MixedPrecisionPolicy.by_name(model, patterns)
         # The root holds nothing itself
