@@ -50,9 +50,7 @@ class TestInputs(FakeGroupTest):
     ranks = 2
 
     @parametrize("trained", [False, True])
-    def test_inputs_arrive_as_given_but_for_those_that_need_gradients(
-        self, trained: bool
-    ) -> None:
+    def test_inputs_without_gradients_arrive_as_given(self, trained: bool) -> None:
         mask, other, seen = torch.ones(2), object(), []
         x, y, z = (torch.rand(2, requires_grad=trained) for _ in "xyz")
         model: Any = nn.Linear(2, 2)
@@ -206,9 +204,7 @@ class TestLost(FakeGroupTest):
         "ignored": (lambda m: setattr(m, "own", nn.Parameter(torch.ones(1))), None, ""),
     }
 
-    def run_with(
-        self, before: Callable | None, after: Callable | None, ranks: int = 2
-    ) -> list[str]:
+    def run_with(self, before: Any, after: Any, ranks: int = 2) -> list[str]:
         mesh = mesh_of(2 // ranks, ranks, device="cpu")["shard"]
         model = nn.Sequential(linear(), linear())
         if before:
@@ -304,9 +300,7 @@ class TestStale(FakeGroupTest):
     @parametrize("name", CASES)
     @parametrize("ranks", [1, 2])
     @parametrize("run", [train, evaluate, unshard])
-    def test_late_write_to_shards_is_warned_of(
-        self, name: str, ranks: int, run: Callable
-    ) -> None:
+    def test_late_write_is_warned_of(self, name: str, ranks: int, run: Any) -> None:
         (then, is_told), model = self.CASES[name], self.evaluated(ranks)
         before = model[2].weight.detach().clone()
         then(self)

@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.version import __version__ as TORCH
 pytestmark = pytest.mark.tools
 
 
+OURS = [*small.REPLACED, *small.ADDED]
 # How a child ends
 DONE, FAILED, DONE_ALL_THE_SAME, KILLED = range(4)
 
@@ -71,9 +73,7 @@ class SiteTestCase(small.ScratchTestCase):
     def assert_laid(self) -> None:
         """The branch is seen, and RECORD is true of it: a row for each file."""
         expected = {name: of[0] for name, of in self.release.items()}
-        expected |= {
-            p: (self.root / p).read_bytes() for p in [*small.REPLACED, *small.ADDED]
-        }
+        expected |= {path: (self.root / path).read_bytes() for path in OURS}
         seen, name = self.seen(), f"{self.dist_info.name}/RECORD"
         rows = {row[0]: row[1:] for row in csv.reader(seen.pop(name).decode().split())}
         expected.pop(name)
@@ -118,15 +118,11 @@ class TestOverlay(SiteTestCase):
         digests = json.loads((self.root / overlay.DIGESTS).read_text())[DEFAULT]
         self.assertEqual({*digests}, {*small.REPLACED, small.BESIDE, small.OTHER})
         self.overlay.lay()
-        self.assert_refused(
-            "--undo first", lambda: overlay.record(self.site, self.root)
-        )
+        record = partial(overlay.record, self.site, self.root)
+        self.assert_refused("--undo first", record)
         self.overlay.undo()  # and where the same files are no overlay, as in `.venv`
-        ours = [*small.REPLACED, *small.ADDED]
-        small.write(self.site, {path: (self.root / path).read_text() for path in ours})
-        self.assert_refused(
-            "the release's own", lambda: overlay.record(self.site, self.root)
-        )
+        small.write(self.site, {p: (self.root / p).read_text() for p in OURS})
+        self.assert_refused("the release's own", record)
 
 
 class TestRefusals(SiteTestCase):
@@ -252,22 +248,15 @@ class TestCommand(SiteTestCase):
 
 RELEASE = TORCH.partition("+")[0]
 OWNER = '# Owner(s): ["oncall: distributed"]'
-NAMES = {
-    name
-    for name in (REPOSITORY / "tools/upstream_test_names.txt").read_text().split("\n")
-    if name.endswith(".py")
-}
+NAMED = (REPOSITORY / "tools/upstream_test_names.txt").read_text()
+NAMES = {line for line in NAMED.splitlines() if line.endswith(".py")}
 
 
 # What October's public state of 2.16 has, as edits of the release's files
 LATER = {
     "_extensions_data": ("_fsdp_param", "_extensions_data", "_all_gather_metadata"),
     "init_all_gather_outputs": ("_fsdp_param", "input_numels: ", "numels: "),
-    "_all_gather_layout": (
-        "_fully_shard",
-        "_all_gather_comm = ",
-        "_all_gather_layout = ",
-    ),
+    "_all_gather_layout": ("_fully_shard", "gather_comm = ", "gather_layout = "),
     "PrepareReduceScatterInputsFn": (
         "_fully_shard",
         "import functools\n",
@@ -324,18 +313,16 @@ class TestCheckout(small.ScratchTestCase):
         ours = overlay.files_to_lay()
         start = small.git(self.checkout, "rev-parse", "HEAD")
         self.assertIn(f"one commit on {overlay.COMMIT_BRANCH}", small.run(*tool))
-        self.assertEqual(
-            small.git(self.checkout, "rev-parse", f"{overlay.COMMIT_BRANCH}~"), start
-        )
+        below = small.git(self.checkout, "rev-parse", f"{overlay.COMMIT_BRANCH}~")
+        self.assertEqual(below, start)
         self.assertEqual(small.git(self.checkout, "status", "--porcelain"), "")
         changed = small.git(self.checkout, "diff", "--name-only", "HEAD~").splitlines()
         self.assertEqual({*changed}, {*ours})
         for path, source in ours.items():
             self.assertTrue((self.checkout / path).read_bytes() == source.read_bytes())
         for name in NAMES:
-            self.assertEqual(
-                (self.checkout / overlay.TESTS / name).read_text(), "theirs"
-            )
+            text = (self.checkout / overlay.TESTS / name).read_text()
+            self.assertEqual(text, "theirs")
         self.assertIn("files are there", small.run(*tool))
 
     def test_checkout_that_is_not_as_released_is_refused(self):
@@ -350,8 +337,7 @@ class TestCheckout(small.ScratchTestCase):
         ours = f"{overlay.TESTS}/test_fully_shard_hsdp.py"
         small.write(self.checkout, {theirs: "", ours: ""})
         assert_refused(f"not committed:(.|\n)*{ours}")
-        small.git(self.checkout, "add", "--all")
-        small.git(self.checkout, "commit", "--quiet", "--message", "a vendor's")
+        small.commit_all(self.checkout)  # as a vendor does
         assert_refused(f"{ours} is no file(.|\n)*{theirs} is not the release's")
         (self.checkout / "version.txt").unlink()
         assert_refused("is not a PyTorch source tree")
