@@ -105,9 +105,8 @@ class TestContract(ScenarioTest):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        cls.release, cls.branch = (
-            results[RANKS]["contract"] for results in (cls.release, cls.branch)
-        )
+        cls.release = cls.release[RANKS]["contract"]
+        cls.branch = cls.branch[RANKS]["contract"]
 
     def test_names_of_the_release_can_be_imported(self) -> None:
         for module, names in self.release["names"].items():

@@ -39,8 +39,6 @@ class TestPlugins(ScenarioTest):
         """What plugins replace is called as often."""
         self.assertTrue(self.check(name).get("calls", True))
 
-    # Scenarios see what they are meant to #
-
     def test_partial_reduce_is_read_and_written(self) -> None:
         for results in self.results_of("uniform partial_reduce_output"):
             seen = results["read"]["seen"]
@@ -49,8 +47,6 @@ class TestPlugins(ScenarioTest):
             last = {record["0 gradient head.weight"] for record in results.values()}
             # As read, dropped, replaced, and scaled in place
             self.assertEqual(len(last), 4)
-
-    # Mixed units #
 
     @parametrize("name", AS_PLAIN + AS_PLAIN_SINCE_2_15 * IS_2_15)
     def test_mixed_unit_trains_as_without(self, name: str) -> None:
@@ -84,9 +80,8 @@ class TestPlugins(ScenarioTest):
         for results in self.results_of("mixed several_partial_reduce_outputs"):
             root, *blocks = results["kept"]
             # Over two ranks: 18 of weight, 3 of gain, and two rows of six of shift
-            wide, narrow = (
-                ("Tensor", f"torch.{d}", (33,)) for d in ("float32", "bfloat16")
-            )
+            names = "torch.float32", "torch.bfloat16"
+            wide, narrow = (("Tensor", name, (33,)) for name in names)
             self.assertEqual(root, wide)
             self.assertEqual(blocks, [("tuple", [wide, narrow])] * 2)
             self.assertEqual(results["left"], [None] * 3)
