@@ -78,9 +78,6 @@ class TestModels(ClientTest):
         self.assertEqual(sent.all_reduces, [])
 
 
-# Parameters kept in fp32 #
-
-
 @needs("transformers", "diffusers")
 class TestKeptInFP32(utils.DeviceFreeTest):
     """The libraries' own loading is what the function must agree with."""

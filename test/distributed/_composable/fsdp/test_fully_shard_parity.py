@@ -11,20 +11,14 @@ from typing import Any
 
 import pytest
 
+from fsdp_helpers.common.comms import BF16, FP32
 from fsdp_helpers.common.release_rules import IS_2_15
 from fsdp_helpers.common.scenario_test import ScenarioTest
 from fsdp_helpers.common.scenarios import RANKS
 from fsdp_helpers.common.utils import FakeGroupTest, shard_blocks
 from fsdp_helpers.parity import memory
 from fsdp_helpers.parity.cases import REFUSALS
-from fsdp_helpers.parity.models import (
-    BF16,
-    Extended,
-    extended_stack,
-    Fp8,
-    FP32,
-    HighLow,
-)
+from fsdp_helpers.parity.models import Extended, extended_stack, Fp8, HighLow
 from fsdp_helpers.parity.modes import STEPS
 from fsdp_helpers.parity.params import EXTENSIONS
 from fsdp_helpers.parity.run import CASES
@@ -48,8 +42,6 @@ ORDERED = [
 class TestParity(ScenarioTest):
     script = "fsdp_helpers.parity.run"
     in_halves = True
-
-    # Whether what a case computes is right #
 
     @parametrize("case", TRAINED)
     def test_has_the_bits_of_the_release(self, case: str) -> None:
@@ -75,8 +67,6 @@ class TestParity(ScenarioTest):
             self.assertEqual(len({*losses}), STEPS)
             self.assertTrue(any("parameter" in n for n in names))
 
-    # Whether a mixed unit takes the steps of a uniform one #
-
     def test_mixed_unit_in_the_order_of_a_uniform_one(self) -> None:
         for name in ORDERED:
             with self.subTest(name):
@@ -94,8 +84,6 @@ class TestParity(ScenarioTest):
             registered, pools = record["symmetric memory"]
             self.assertEqual(len(registered), pools)  # each buffer once
             self.assertEqual(len({dtype for dtype, _ in registered}), count)
-
-    # Errors #
 
     @parametrize("case", REFUSED)
     def test_raises_the_error_of_the_release(self, case: str) -> None:
@@ -160,9 +148,8 @@ class TestMemory(ScenarioTest):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        cls.release, cls.branch = (
-            results[RANKS]["peaks"] for results in (cls.release, cls.branch)
-        )
+        cls.release = cls.release[RANKS]["peaks"]
+        cls.branch = cls.branch[RANKS]["peaks"]
 
     @parametrize("mode", list(memory.MODES))
     def test_uniform_unit_takes_at_most_what_the_release_does(self, mode: str) -> None:
@@ -198,13 +185,10 @@ class TestMemory(ScenarioTest):
         peaks = self.branch["one unit"]
         columns = memory.ODD_NUMEL * FP32.itemsize
         own = columns + 2 * columns // RANKS
-        most = peaks["bf16"] + memory.ODD_NUMEL * FP32.itemsize + own
-        self.assertLessEqual(peaks["bf16 and one fp32"], most)
+        self.assertLessEqual(peaks["bf16 and one fp32"], peaks["bf16"] + columns + own)
         # And a copy that the kernel for CPUs makes of what stands in for it
-        most = (
-            peaks["fp32"] + memory.ODD_NUMEL * (2 * BF16.itemsize + FP32.itemsize) + own
-        )
-        self.assertLessEqual(peaks["fp32 and one bf16"], most)
+        odd = memory.ODD_NUMEL * (2 * BF16.itemsize + FP32.itemsize)
+        self.assertLessEqual(peaks["fp32 and one bf16"], peaks["fp32"] + odd + own)
 
     def test_a_factor_over_a_single_rank_takes_no_memory(self) -> None:
         """The release makes a buffer for what is divided, and copies that."""

@@ -38,9 +38,8 @@ SEED = int(os.environ.get("FSDP_RANDOM_SEED", "0"))
 
 def on_cases(count: int, *ranks: int, **kwargs: Any) -> Any:
     """Runs a test on so many cases, each for one of these numbers of ranks."""
-    cases = strategies.randoms(use_true_random=False).map(
-        lambda rng: draw_case(rng, ranks)
-    )
+    randoms = strategies.randoms(use_true_random=False)
+    cases = randoms.map(lambda rng: draw_case(rng, ranks))
     chosen = settings(
         max_examples=max(count, 1),
         deadline=None,
