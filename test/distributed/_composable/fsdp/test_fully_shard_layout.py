@@ -72,7 +72,7 @@ def examples(*values):
 
 
 def plan(mix: list[tuple[torch.dtype, int]]) -> layouts.GatherLayout:
-    return layouts.plan_gather([dtype for dtype, _ in mix], [n for _, n in mix])
+    return layouts.plan_gather(*zip(*mix))
 
 
 class TestDtypes(DeviceFreeTest):

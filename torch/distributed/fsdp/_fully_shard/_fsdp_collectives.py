@@ -123,14 +123,6 @@ class AllGatherResult(NamedTuple):
     all_gather_input_split_sizes: list[int]
 
 
-class DirectGatherResult(AllGatherResult):
-    """An all-gather in flight, some of whose outputs are not in the buffer."""
-
-    sent: list[Tensor]  # shards of direct parameters
-    # To copy after the gather: (outputs, the temporaries that received)
-    copies: tuple[list[Tensor], list[Tensor]]
-
-
 # Plugins may monkeypatch these two
 _BRANCH_INPUTS = (_get_param_all_gather_inputs, _get_all_gather_input_metadatas)
 
@@ -175,17 +167,17 @@ def foreach_all_gather(
                 output, segment, fields = stage_inputs(*args)
         stream.wait_stream(all_gather_copy_in_stream)
         with device_handle.stream(stream):
-            if not sent:
+            if sent:
+                args = fsdp_params, plan, group.size(), stream
+                received, copies = cache.direct_memory.prepare(*args)
+                members = [*zip(received, sent, strict=True), (output, segment)]
+                work = all_gather_coalesced(members, group, async_op)
+                split_sizes = SplitSizes(layout, plan.split_sizes.state, sent, copies)
+                fields = *fields[:2], split_sizes
+            else:
                 buffers = {"output_tensor": output, "input_tensor": segment}
                 work = comm(**buffers, group=group, async_op=async_op)
-                return AllGatherResult(output, stream.record_event(), work, *fields)
-            args = fsdp_params, plan, group.size(), stream
-            received, to_copy = cache.direct_memory.prepare(*args)
-            members = [*zip(received, sent, strict=True), (output, segment)]
-            work = all_gather_coalesced(members, group, async_op)
-            result = DirectGatherResult(output, stream.record_event(), work, *fields)
-            result.sent, result.copies = sent, to_copy
-            return result
+            return AllGatherResult(output, stream.record_event(), work, *fields)
     finally:
         torch._C._set_grad_enabled(has_grad)
 
@@ -206,8 +198,8 @@ def _default_all_gather_output_fn(
         split_sizes = SplitSizes(layout, fsdp_params[0].sharded_state)
     outputs = cache.alloc_outputs(dtypes, numels, world_size, buffer.device)
     copy_out(buffer, split_sizes, outputs, world_size)
-    if isinstance(all_gather_result, DirectGatherResult):
-        copy_each(*all_gather_result.copies)
+    if split_sizes.copies:
+        copy_each(*split_sizes.copies)
 
 
 def foreach_all_gather_copy_out(

@@ -32,7 +32,7 @@ Uniform units have the release's layout: parameter order, unpadded.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from math import gcd
@@ -105,10 +105,10 @@ class GatherLayout:
 
 @functools.lru_cache(maxsize=1024)  # each reduction lays out its all-to-all
 def plan_gather(
-    dtypes: Sequence[torch.dtype],
-    numels: Sequence[int],
+    dtypes: tuple[torch.dtype, ...],
+    numels: tuple[int, ...],
     is_mixed: bool = True,
-    direct: Collection[int] = (),
+    direct: tuple[int, ...] = (),
 ) -> GatherLayout:
     """
     Lays out a segment from each input's dtype and number of elements on one rank.

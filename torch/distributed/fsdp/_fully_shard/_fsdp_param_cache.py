@@ -27,11 +27,15 @@ from ._fsdp_releases import RELEASE
 
 
 class SplitSizes(list[int]):
-    """A gather's split sizes, with its layout and the state that it gathers from."""
+    """
+    A gather's split sizes, with its layout, the state that it gathers from, and of a
+    direct gather what is sent until then, and then copied: (outputs, temporaries).
+    """
 
-    def __init__(self, layout: layouts.GatherLayout, state: ShardedState):
+    def __init__(self, layout: layouts.GatherLayout, state: ShardedState, *direct: Any):
         super().__init__(numel for _, numel in layout.slots)
         self.layout, self.state = layout, state
+        self.sent, self.copies = direct or ((), ())
 
 
 class GatherPlan:
