@@ -117,7 +117,7 @@ class TestGatherLayout(DeviceFreeTest):
             self.assertEqual(layout.split_sizes, [numel for _, numel in mix])
         segment_nbytes = layout.segment_numel * layout.buffer_dtype.itemsize
         self.assertEqual(segment_nbytes, sum(each.nbytes for each in layout.regions))
-        self.assertEqual(sum(layout.split_sizes), layout.segment_numel)
+        self.assertEqual(sum(n for _, n in layout.slots), layout.segment_numel)
 
 
 def nbytes(entry: tuple[torch.dtype, int]) -> int:
