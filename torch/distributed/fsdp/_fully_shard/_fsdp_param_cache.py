@@ -141,21 +141,6 @@ def get_all_gather_inputs(fsdp_param: FSDPParam) -> list[Tensor]:
         raise
 
 
-def _get_extended_shards(
-    params: Sequence[Any],
-) -> tuple[list[Tensor], list[torch.dtype | None], list[int]]:
-    """Returns all inputs, the dtypes to cast them to, and each parameter's count."""
-    by_param = [
-        (get_all_gather_inputs(fsdp_param), None)
-        if hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather")
-        else (get_shards([fsdp_param]), fsdp_param.param_dtype)
-        for fsdp_param in params
-    ]
-    tensors = [tensor for inputs, _ in by_param for tensor in inputs]
-    dtypes = [dtype for inputs, dtype in by_param for _ in inputs]
-    return tensors, dtypes, [len(inputs) for inputs, _ in by_param]
-
-
 class Columns(NamedTuple):
     """Where a gather's buffer, with a row for each rank, is copied out to."""
 
@@ -229,7 +214,9 @@ class ParamGroupCache:
             self._has_extensions = any(map(has_extension, params))
             self.has_unsharded_params &= not self._has_extensions
         if self._has_extensions:
-            return self._prepare_anew(*_get_extended_shards(params))
+            by_param = [*map(get_all_gather_inputs, params)]  # cast by the release
+            tensors, counts = [*chain(*by_param)], [*map(len, by_param)]
+            return self._prepare_anew(tensors, [None] * len(tensors), counts)
         tensors, dtypes = get_shards(params), [p.param_dtype for p in params]
         facts = dtypes, self.direct_memory.gather_min_nbytes
         if held and held.plan.facts == facts and all(map(is_, tensors, held.tensors)):
