@@ -89,7 +89,9 @@ def _plan_buckets(
     by_param = [(i, fsdp_params[i], dtype) for i, dtype in reduce_dtypes.items()]
     slots = [make_slot(*item, min_nbytes) for item in by_param]
     keys = [layouts.bucket_key(fsdp_param, dtype) for _, fsdp_param, dtype in by_param]
-    return layouts.plan_buckets(slots, keys, is_mixed=layouts.is_mixed(fsdp_params))
+    trained = [p for p in fsdp_params if p.sharded_param.requires_grad]
+    is_mixed = len({*map(layouts.dtypes_of, trained)}) > 1
+    return layouts.plan_buckets(slots, keys, is_mixed)
 
 
 def make_slot(

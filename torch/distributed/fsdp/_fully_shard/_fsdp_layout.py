@@ -301,12 +301,6 @@ def dtypes_of(fsdp_param: FSDPParam) -> ParamDtypes:
     return ParamDtypes(param.dtype, compute, reduce, param.grad_dtype or reduce, comm)
 
 
-def is_mixed(fsdp_params: Sequence[FSDPParam]) -> bool:
-    """Whether the trained parameters of a unit differ in any dtype."""
-    by_param = [dtypes_of(p) for p in fsdp_params if p.sharded_param.requires_grad]
-    return any(dtypes != by_param[0] for dtypes in by_param)
-
-
 def default_reduce_dtype(fsdp_param: FSDPParam) -> torch.dtype | None:
     """Returns the dtype to reduce a gradient in, None for that of the gradient."""
     dtype = fsdp_param.mp_policy.reduce_dtype

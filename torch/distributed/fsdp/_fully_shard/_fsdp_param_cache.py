@@ -116,13 +116,6 @@ def view_as(dtype: torch.dtype, shards: Sequence[Tensor]) -> list[Tensor]:
         return [shard.clone(memory_format=dense).view(dtype) for shard in shards]
 
 
-def get_shards(fsdp_params: Sequence[Any]) -> list[Tensor]:
-    """Returns the flat local shards of plain parameters."""
-    if fsdp_params[0].sharded_state is ShardedState.SHARDED_POST_FORWARD:
-        return [p._sharded_post_forward_param_data for p in fsdp_params]
-    return [p._sharded_param_data for p in fsdp_params]
-
-
 def has_extension(fsdp_param: Any) -> bool:
     shard, method = fsdp_param.sharded_param._local_tensor, "fsdp_pre_all_gather"
     return hasattr(shard, method) or hasattr(fsdp_param, "_extensions_data")
@@ -217,7 +210,10 @@ class ParamGroupCache:
             by_param = [*map(get_all_gather_inputs, params)]  # cast by the release
             tensors, counts = [*chain(*by_param)], [*map(len, by_param)]
             return self._prepare_anew(tensors, [None] * len(tensors), counts)
-        tensors, dtypes = get_shards(params), [p.param_dtype for p in params]
+        tensors = [p._sharded_param_data for p in params]
+        if params[0].sharded_state is ShardedState.SHARDED_POST_FORWARD:
+            tensors = [p._sharded_post_forward_param_data for p in params]
+        dtypes = [p.param_dtype for p in params]
         facts = dtypes, self.direct_memory.gather_min_nbytes
         if held and held.plan.facts == facts and all(map(is_, tensors, held.tensors)):
             if held.addresses == [tensor.data_ptr() for tensor in held.viewed]:
