@@ -1,6 +1,6 @@
 """
-Compares ranks, as those that disagree would hang, crash, or sum the wrong elements. Done
-where every rank is about to issue a collective over the same group:
+Compares ranks, which would hang, crash, or sum the wrong elements if they disagreed. This
+happens where every rank is about to issue a collective over the same group:
 
 - Before a unit's first gather: its parameters, and whether it gathers again in backward.
   In lazy init one rank may evaluate alone, or call ``unshard`` unlike others.
