@@ -180,12 +180,10 @@ def stage_inputs(
     return output, segment, (dtypes, numels, split_sizes)
 
 
-def check_uniform(
-    dtypes: Sequence[list[torch.dtype]], fsdp_params: list[FSDPParam]
-) -> None:
+def check_uniform(dtypes: Sequence[list[torch.dtype]], params: list[FSDPParam]) -> None:
     """Raises if a custom ``all_gather_output_fn`` would get several dtypes."""
     if len({*chain(*dtypes)}) > 1:
-        names = ", ".join(str(p._param_fqn) for p in fsdp_params)
+        names = ", ".join(str(fsdp_param._param_fqn) for fsdp_param in params)
         fault = "_all_gather_output_fn needs units of one dtype"
         raise NotImplementedError(f"{fault}, not {names}")
 
@@ -229,9 +227,8 @@ class CopyInPlugins(NamedTuple):
         self.copy_in(grads, buffer, world_size)
 
 
-DEFAULT_COPY_IN = CopyInPlugins(
-    foreach_reduce_scatter_copy_in, _default_reduce_scatter_input_fn
-)
+_DEFAULTS = foreach_reduce_scatter_copy_in, _default_reduce_scatter_input_fn
+DEFAULT_COPY_IN = CopyInPlugins(*_DEFAULTS)
 
 
 def foreach_reduce(
@@ -300,9 +297,8 @@ def fit_release(get_copy_in: Callable[[], Any]) -> Callable[..., ReduceResult]:
     @functools.wraps(foreach_reduce)
     def call(*args: Any, **kwargs: Any) -> ReduceResult:
         hidden: Any = dict(zip(_HIDDEN, (get_copy_in(), None)))
-        return foreach_reduce(
-            **_REDUCE_SIGNATURE.bind(*args, **kwargs).arguments, **hidden
-        )
+        arguments = _REDUCE_SIGNATURE.bind(*args, **kwargs).arguments
+        return foreach_reduce(**arguments, **hidden)
 
     call.__signature__ = _REDUCE_SIGNATURE  # pyrefly: ignore [missing-attribute]
     return call

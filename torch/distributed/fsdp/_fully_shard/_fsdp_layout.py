@@ -178,11 +178,9 @@ def plan_copy_in(
     return tuple(copies)
 
 
-def reduce_dtype_of(
-    grad_dtype: torch.dtype, policy_dtype: torch.dtype | None
-) -> torch.dtype:
-    """Returns the policy's dtype for floating-point gradients, else ``grad_dtype``."""
-    return policy_dtype if policy_dtype and grad_dtype.is_floating_point else grad_dtype
+def reduce_dtype_of(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Returns the dtype that a policy wants for floating-point gradients, else theirs."""
+    return wanted if wanted and dtype.is_floating_point else dtype
 
 
 @dataclass(frozen=True)

@@ -161,9 +161,7 @@ class ParamGroupCache:
     the current stream: that of copy-ins to prepare a gather, of compute to change states.
     """
 
-    def __init__(
-        self, fsdp_params: Iterable[FSDPParam], memory: DirectMemory | None = None
-    ):
+    def __init__(self, fsdp_params: Iterable[Any], memory: DirectMemory | None = None):
         self.fsdp_params: list[Any] = [*fsdp_params]
         self.direct_memory = memory or DirectMemory()
         self._local_classes = self._get_local_classes()

@@ -184,9 +184,7 @@ def reduce_buckets(reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
         with handle.stream(stream):
             if exchanged:
                 exchange.send(reduction, exchanged)
-            joins = (
-                reduction.all_reduce_group is not None and reduction.all_reduce_grads
-            )
+            joins = reduction.all_reduce_group and reduction.all_reduce_grads
             key: Any = (lambda part: part.bucket.all_reduce_key) if joins else id
             for _, run in groupby(parts, key):
                 batch = [*run]
@@ -376,7 +374,7 @@ def copy_in_grads(bucket: ReduceBucket, grads: list[Tensor], rows: Tensor) -> No
     for run in runs:
         columns = rows[:, bucket.starts[run.start] : bucket.starts[run.stop]]
         dim, in_run = bucket.slots[run.start].shard_dim, grads[run.start : run.stop]
-        _copy_in_run(in_run, dim, columns, by_operator)
+        _copy_run(in_run, dim, columns, by_operator)
 
 
 def _plan_copy_in(bucket: ReduceBucket, grads: list[Tensor], facts: Any) -> CopyInPlan:
@@ -404,10 +402,8 @@ def _plan_copy_in(bucket: ReduceBucket, grads: list[Tensor], facts: Any) -> Copy
     fits = [i for i, dtype in enumerate(dtypes) if is_dense and dtype in accepted]
     largest = max(fits, key=lambda i: grads[i].numel(), default=None)
     apart = [i for i, d in enumerate(dtypes) if largest is None or d != dtypes[largest]]
-    numel = max(
-        (world_size * (bucket.slots[i].shard_numel - 1) for i in apart), default=0
-    )
-    if largest is not None and numel >= grads[largest].numel():
+    shard_numel = max((bucket.slots[i].shard_numel for i in apart), default=1)
+    if largest is not None and world_size * (shard_numel - 1) >= grads[largest].numel():
         largest, apart = None, [*range(len(grads))]
     runs: list[range] = []
     run_numel = 0
@@ -422,9 +418,7 @@ def _plan_copy_in(bucket: ReduceBucket, grads: list[Tensor], facts: Any) -> Copy
     return CopyInPlan(is_observed, runs, largest)
 
 
-def _copy_in_run(
-    grads: list[Tensor], dim: int, rows: Tensor, by_operator: bool
-) -> None:
+def _copy_run(grads: list[Tensor], dim: int, rows: Tensor, by_operator: bool) -> None:
     """Copies gradients of one dtype, several by way of a dense temporary."""
     if len(grads) == 1 and (dim != 0 or grads[0].size(0) % rows.size(0) == 0):
         by_rank = _view_by_rank(grads[0], dim, rows.size(0))

@@ -105,9 +105,7 @@ def places_of(fsdp_params: Sequence[FSDPParam]) -> list[tuple[nn.Module, list]]:
     return [(run[0][0], [place for _, place in run]) for run in runs]
 
 
-def register(
-    places: Sequence[tuple[nn.Module, list]], params: Sequence[nn.Parameter]
-) -> None:
+def register(places: Sequence[tuple], params: Sequence[nn.Parameter]) -> None:
     """Registers ``params`` at their places in modules."""
     plain = nn.Module.__setattr__
     for module, named in places:
