@@ -76,11 +76,6 @@ class PluginNames:
         self._orig_dtype = _common([p.orig_dtype for p in params])
         self._reduce_dtype = _common([p.reduce_dtype for p in params])
 
-    @property
-    def _plugin_sets_dtypes(self: Any) -> bool:
-        own = PluginNames._init_mp_dtypes
-        return getattr(self._init_mp_dtypes, "__func__", None) is not own
-
     def _wait_all_gather_streams_on_event(self: Any, event: torch.Event | None) -> None:
         """The release's ``wait_for_unshard``, which plugins change, calls it."""
         self.comm_ctx.wait_all_gather_streams_on_event(event)

@@ -318,14 +318,19 @@ class ParamGroupCache:
 
     def _to_sharded(self) -> list[Any]:
         self.keep_requires_grad()
-        if self._free_together():
+        outputs, allocated = self.outputs, self.direct_memory.allocated
+        params = self.fsdp_params if RELEASE.may_keep_storage else ()
+        keeps = any(p.keep_unsharded_storage for p in params)
+        if outputs is not None and not (self._has_extensions or keeps):
+            for storage, _ in outputs.storages:
+                if not allocated or storage._cdata not in allocated:
+                    storage.resize_(0)
             params = [p.sharded_param for p in self.fsdp_params]
             self._register(params, ShardedState.SHARDED)
             return []
         for fsdp_param in self.fsdp_params:
             outputs = fsdp_param.all_gather_outputs
             # All but the memory of a direct gather, which is still read
-            allocated = self.direct_memory.allocated
             if any(t.untyped_storage()._cdata in allocated for t in outputs):
                 fsdp_param.all_gather_outputs = []
             fsdp_param.to_sharded()
@@ -344,19 +349,6 @@ class ParamGroupCache:
         registrations.register(self._places, params)
         for fsdp_param in self.fsdp_params:
             fsdp_param.sharded_state = state
-
-    def _free_together(self) -> bool:
-        """Frees all outputs, or returns False if each parameter has to do so itself."""
-        outputs = self.outputs
-        params = self.fsdp_params if RELEASE.may_keep_storage else ()
-        keeps = any(p.keep_unsharded_storage for p in params)
-        if outputs is None or self._has_extensions or keeps:
-            return False
-        allocated = self.direct_memory.allocated
-        for storage, _ in outputs.storages:
-            if not allocated or storage._cdata not in allocated:
-                storage.resize_(0)
-        return True
 
     def watch(self) -> None:
         """Notes marks of a shard, see `warn_if_stale`, whose parameters stay unsharded."""

@@ -192,7 +192,8 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
 
     def _init_dtypes(self) -> None:
         """Reads dtypes, and the policy, which may be new or have got final names."""
-        cache, is_replaced = self._get_cache(), self._plugin_sets_dtypes
+        cache, init_dtypes = self._get_cache(), PluginNames._init_mp_dtypes
+        is_replaced = getattr(self._init_mp_dtypes, "__func__", None) is not init_dtypes
         policy, are_named = self._resolved_policy
         is_resolved = self.mp_policy is policy and are_named
         has_changed = cache.noted_facts != cache.get_facts()
