@@ -379,18 +379,12 @@ if IS_2_15:  # since 2.15
 # On the host and in hooks #
 
 
-def _offloaded_net(kit: ScheduleKit, *, pin_memory: bool, mesh: DeviceMesh) -> Net:
-    policy = fsdp.CPUOffloadPolicy(pin_memory=pin_memory)
-    net = kit.sharded_net(offload_policy=policy, mesh=mesh)
-    kit.rank.put_on_host(param._local_tensor for param in net.parameters())
-    return net
-
-
 @schedule
 def offload_pinned(kit: ScheduleKit) -> None:
     """At last, a second backward adds to what the first has brought to the host."""
     for mesh in (kit.mesh(RANKS), kit.mesh(2, 2)):
-        net = _offloaded_net(kit, pin_memory=True, mesh=mesh)
+        net = kit.sharded_net(offload_policy=fsdp.CPUOffloadPolicy(), mesh=mesh)
+        kit.rank.put_on_host(param._local_tensor for param in net.parameters())
         kit.train(net, steps=1)
         kit.backward(net)
         kit.backward(net)
@@ -446,14 +440,6 @@ def pooled_reduce_input(kit: ScheduleKit) -> None:
     kit.train(net)
 
 
-class Interrupted(RuntimeError):
-    pass
-
-
-def _interrupt(*unused: Any) -> None:
-    raise Interrupted
-
-
 @schedule
 def reduction_given_up(kit: ScheduleKit) -> None:
     """In its first bucket, and in the one after that if there are several."""
@@ -462,10 +448,13 @@ def reduction_given_up(kit: ScheduleKit) -> None:
             net = kit.sharded_net(mesh=mesh)
             kit.train(net, steps=1)
             calls = itertools.count(1)
-            net.blocks[1].set_all_reduce_hook(
-                lambda _, calls=calls, at=at: next(calls) != at or _interrupt()
-            )
-            with contextlib.suppress(Interrupted):
+
+            def interrupt(_: Any, calls: Any = calls, at: int = at) -> None:
+                if next(calls) == at:
+                    raise ArithmeticError("as meant")
+
+            net.blocks[1].set_all_reduce_hook(interrupt)
+            with contextlib.suppress(ArithmeticError):
                 kit.backward(net)
             gc.collect()  # what the error holds
             net.blocks[1].set_all_reduce_hook(lambda _: None)

@@ -329,9 +329,7 @@ def train(
     return {f"step {what}": bits for what, bits in record.items()}
 
 
-def train_with(
-    setter: Callable[[nn.Module], Any], case: str, rank: int, *, ranks: int = 2
-) -> Record:
+def train_with(setter: Callable[[nn.Module], Any], case: str, rank: int) -> Record:
     """Trains a case's tower, once ``setter`` has changed the sharded model."""
     kind, name = case.split()
     mode = MODES[name]
@@ -343,8 +341,7 @@ def train_with(
     model = (
         models.mixed_tower() if kind == "mixed" else models.uniform_tower(mode.dtype)
     )
-    mesh = hybrid_mesh(2) if mode.is_hybrid else shard_mesh(ranks)
-    if not mode.is_hybrid:
-        rank %= ranks
+    mesh = hybrid_mesh(2) if mode.is_hybrid else shard_mesh(2)
+    rank = rank if mode.is_hybrid else rank % 2
     changed = replace(mode, shard=shard)
     return train(changed, model.to(DEVICE_TYPE), mesh, rank, DEVICE_TYPE)

@@ -224,23 +224,18 @@ def replaced_init_mp_dtypes(setup: Setup) -> Record:
     return record | {"calls": units}
 
 
-def dtypes_of_groups(model: nn.Module) -> list[tuple[str, ...]]:
-    names = ["_reduce_dtype"] if IS_2_15 else ["_orig_dtype", "_reduce_dtype"]
-    return [
-        tuple([str(getattr(group, name)) for name in names])
-        for group in groups_of(model)
-    ]
-
-
 @of_both_kinds
 def dtypes_of_a_group(setup: Setup) -> Record:
     """Records them for trained, frozen and mixed parameters."""
+    names = ["_reduce_dtype"] if IS_2_15 else ["_orig_dtype", "_reduce_dtype"]
     record: Record = {}
     for policy in POLICIES:
         model = setup.sharded(policy)
         model.blocks[0].requires_grad_(False)
         one_backward(model, setup, 0)
-        record[policy] = dtypes_of_groups(model)
+        record[policy] = [
+            [str(getattr(group, name)) for name in names] for group in groups_of(model)
+        ]
     return record
 
 
@@ -275,24 +270,14 @@ if not IS_2_15:  # since then the release needs one
 # The list of parameters #
 
 
-def replace_weight(group: FSDPParamGroup, i: int, scale: float) -> FSDPParam:
+def halve_weight(old: FSDPParam) -> FSDPParam:
     """Updates a weight of an unsharded unit, and shards what came of it."""
-    old = group.fsdp_params[i]
     info = old._module_info
-    weight = getattr(info.module, info.param_name).detach() * scale
-    new_weight = nn.Parameter(weight.clone())
-    setattr(info.module, info.param_name, new_weight)
-    policy = MixedPrecisionPolicy(param_dtype=new_weight.dtype)
-    new = FSDPParam(
-        new_weight,
-        info,
-        old.mesh_info,
-        old.post_forward_mesh_info,
-        old.device,
-        None,
-        policy,
-        None,
-    )
+    weight = nn.Parameter(info.module.weight.detach() * 0.5)
+    info.module.weight = weight
+    policy = MixedPrecisionPolicy(param_dtype=weight.dtype)
+    meshes = old.mesh_info, old.post_forward_mesh_info
+    new = FSDPParam(weight, info, *meshes, old.device, None, policy, None)
     new.init_dtype_attrs(policy)
     old._post_load_hook_handle.remove()
     return new
@@ -302,13 +287,10 @@ def update_weights(model: Stack) -> None:
     """As a quantizer that writes its weights back, one unit at a time."""
     for block in model.blocks:
         group = block._get_fsdp_state()._fsdp_param_group
-        if group.is_sharded:
-            block.unshard()
+        block.unshard()
         group.fsdp_params = [
-            replace_weight(group, i, 0.5)
-            if fsdp_param._module_info.param_name == "weight"
-            else fsdp_param
-            for i, fsdp_param in enumerate(group.fsdp_params)
+            halve_weight(param) if param._module_info.param_name == "weight" else param
+            for param in group.fsdp_params
         ]
         block.reshard()
 
@@ -415,9 +397,9 @@ KEPT = "_partial_reduce_output"
 
 def set_anew(group: FSDPParamGroup) -> None:
     """As a plugin does that all-reduces every few steps, with sums of its own."""
-    kept = getattr(group, KEPT).clone()
-    setattr(group, KEPT, None)
-    setattr(group, KEPT, kept)
+    kept = group._partial_reduce_output.clone()
+    group._partial_reduce_output = None
+    group._partial_reduce_output = kept
 
 
 CHANGES: dict[str, Callable[[FSDPParamGroup], Any]] = {
@@ -469,11 +451,6 @@ def all_reduce_state(setup: Setup) -> Record:
 
 # Hooks of state dicts #
 
-HANDLES = (
-    "_module_to_pre_save_state_dict_hook_handle",
-    "_module_to_pre_load_state_dict_hook_handle",
-)
-
 
 @scenario
 def state_dict_hooks(setup: Setup) -> Record:
@@ -486,8 +463,9 @@ def state_dict_hooks(setup: Setup) -> Record:
             unit.unshard()
         state_dict = model.state_dict()
         record[when] = {name: type(v).__name__ for name, v in state_dict.items()}
-        for attribute in HANDLES:
-            for handle in getattr(group, attribute).values():
+        for kind in ("save", "load"):
+            handles = getattr(group, f"_module_to_pre_{kind}_state_dict_hook_handle")
+            for handle in handles.values():
                 handle.remove()
     layer = model.blocks[0].layers[0]
     hooks = layer._state_dict_pre_hooks, layer._load_state_dict_pre_hooks
