@@ -13,7 +13,7 @@ process. So only one unit reads what an encoder gives.
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fsdp_helpers.clients.real_models import cast_parameters, causal_loss, VOCABULARY
@@ -37,6 +37,9 @@ DECODER = {
     "initializer_range": 0.1,
     "num_hidden_layers": 2,
     "intermediate_size": 48,
+    "head_dim": 8,
+    "n_groups": 2,
+    "chunk_size": 8,
     **TOKENS,
 }
 EXPERTS = {
@@ -47,6 +50,7 @@ EXPERTS = {
     "n_routed_experts": 4,
     "num_local_experts": 4,
 }
+COMPRESS_RATES = {"heavily_compressed_attention": 4, "compressed_sparse_attention": 2}
 
 
 @dataclass(frozen=True)
@@ -69,10 +73,7 @@ class TinyModel:
     units: tuple[str, ...] = ("layers",)
     dtype: torch.dtype = torch.bfloat16
     library: str = "transformers"
-    loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] = field(
-        default=causal_loss
-    )
-
+    loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] = causal_loss
     build: Callable[[], nn.Module] | None = None
 
     def build_model(self) -> nn.Module:
@@ -80,10 +81,8 @@ class TinyModel:
             return self.build()
         library = importlib.import_module(self.library)
         build, *config = (getattr(library, name) for name in self.architecture)
-        if config:
-            model = build(config[0](**self.settings))
-        else:
-            model = build(**self.settings)
+        settings = self.settings
+        model = build(config[0](**settings)) if config else build(**settings)
         fp32 = self.fp32 or kept_in_fp32(model, self.dtype)
         cast_parameters(model, self.dtype, but_fp32=fp32)
         return model
@@ -133,10 +132,7 @@ TINY_MODELS = {
         {
             **DECODER,
             "num_heads": 8,
-            "head_dim": 8,
             "state_size": 8,
-            "n_groups": 2,
-            "chunk_size": 8,
         },
         fp32=STATE_SPACE,
     ),
@@ -149,10 +145,7 @@ TINY_MODELS = {
             "mamba_num_heads": 4,
             "mamba_head_dim": 8,
             "ssm_state_size": 8,
-            "n_groups": 2,
-            "chunk_size": 8,
             "num_key_value_heads": 2,
-            "head_dim": 8,
             "moe_shared_expert_intermediate_size": 16,
         },
         # As its checkpoints store them. Near ties between experts are not decided by
@@ -166,16 +159,9 @@ TINY_MODELS = {
             **DECODER,
             **EXPERTS,
             "intermediate_size": 16,  # of experts
-            "layer_types": [
-                "heavily_compressed_attention",
-                "compressed_sparse_attention",
-            ],
-            "compress_rates": {
-                "heavily_compressed_attention": 4,
-                "compressed_sparse_attention": 2,
-            },
+            "layer_types": [*COMPRESS_RATES],
+            "compress_rates": COMPRESS_RATES,
             "mlp_layer_types": ["hash_moe", "moe"],
-            "head_dim": 8,
             "partial_rotary_factor": 0.5,
             "q_lora_rank": 8,
             "o_lora_rank": 8,
@@ -195,7 +181,6 @@ TINY_MODELS = {
             **EXPERTS,
             "layer_types": ["linear_attention", "full_attention"],
             "num_key_value_heads": 2,
-            "head_dim": 8,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
             "linear_key_head_dim": 8,

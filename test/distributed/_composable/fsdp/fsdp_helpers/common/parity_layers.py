@@ -74,11 +74,7 @@ class Stack(nn.Module):
         skip: Collection[int] = (),
         blocks: Collection[int] | None = None,
     ) -> torch.Tensor:
-        """
-        Args:
-            skip: Layers that no block runs.
-            blocks: The blocks to run; None runs all.
-        """
+        """Runs all blocks, or these, and of each all layers but those to skip."""
         x = self.stem(x)
         for i, block in enumerate(self.blocks):
             if blocks is None or i in blocks:

@@ -11,12 +11,14 @@ import gc
 import inspect
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import threading
 import types
 import unittest
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -140,7 +142,7 @@ class Collective:
         return self.nbytes // self.group_size
 
 
-@dataclass
+@dataclass(eq=False)
 class CollectiveRecorder:
     """The collectives of one rank, in the order in which it issued them."""
 
@@ -154,19 +156,19 @@ class CollectiveRecorder:
     all_reduces = property(lambda self: self.named("all_reduce"))
 
 
-# Function of `torch.distributed` to (name to record, its larger buffer)
-_RECORDED = {
-    "all_gather_single": ("all_gather", "output_tensor"),
-    "all_gather_into_tensor": ("all_gather", "output_tensor"),
-    "reduce_scatter_single": ("reduce_scatter", "input"),
-    "reduce_scatter_tensor": ("reduce_scatter", "input"),
-    "all_reduce": ("all_reduce", "tensor"),
-    "all_to_all_single": ("all_to_all", "input"),
+# Function of `torch.distributed` to the names of its input and its output
+COLLECTIVES = {
+    "all_gather_single": ("input_tensor", "output_tensor"),
+    "all_gather_into_tensor": ("input_tensor", "output_tensor"),
+    "reduce_scatter_single": ("input", "output"),
+    "reduce_scatter_tensor": ("input", "output"),
+    "all_reduce": ("tensor", "tensor"),
+    "all_to_all_single": ("input", "output"),
 }
 _recording_lock = threading.Lock()
 # By rank: each records what it issues itself, where ranks are threads as well. Backward
 # may run in a thread of autograd's, but only where a process is one rank.
-_recorders: dict[int, list[CollectiveRecorder]] = {}
+_recorders: defaultdict[int, list[CollectiveRecorder]] = defaultdict(list)
 _originals: dict[str, Callable[..., Any]] = {}
 
 
@@ -176,7 +178,7 @@ def op_name(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> str:
 
 
 def _record(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    recorded_name, buffer_name = _RECORDED[name]
+    kind = re.sub("_(single|into_tensor|tensor)$", "", name)
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -186,11 +188,12 @@ def _record(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         arguments = bound.arguments
         group = arguments["group"]
         size = dist.get_world_size() if group is None else group.size()
-        buffer = arguments[buffer_name]
+        buffers = [arguments[each] for each in COLLECTIVES[name]]
+        buffer = max(buffers, key=torch.Tensor.numel)
         op = op_name(arguments["op"]) if "op" in arguments else None
-        entry = Collective(recorded_name, buffer.dtype, buffer.numel(), op, size)
+        entry = Collective(kind, buffer.dtype, buffer.numel(), op, size)
         with _recording_lock:
-            for recorder in _recorders.get(dist.get_rank(), ()):
+            for recorder in _recorders[dist.get_rank()]:
                 recorder.calls.append(entry)
         return original(*args, **kwargs)
 
@@ -202,19 +205,17 @@ def record_collectives() -> Iterator[CollectiveRecorder]:
     """Records what this rank, a process or a thread, issues inside the context."""
     recorder, rank = CollectiveRecorder(), dist.get_rank()
     with _recording_lock:
-        if not _recorders:
-            for name in _RECORDED:
+        if not any(_recorders.values()):
+            for name in COLLECTIVES:
                 _originals[name] = getattr(dist, name)
                 setattr(dist, name, _record(name, _originals[name]))
-        _recorders.setdefault(rank, []).append(recorder)
+        _recorders[rank].append(recorder)
     try:
         yield recorder
     finally:
         with _recording_lock:
-            mine = [r for r in _recorders.pop(rank) if r is not recorder]
-            if mine:
-                _recorders[rank] = mine
-            if not _recorders:
+            _recorders[rank].remove(recorder)
+            if not any(_recorders.values()):
                 for name, original in _originals.items():
                     setattr(dist, name, original)
 
@@ -292,16 +293,12 @@ def hybrid_mesh(shard_size: int) -> DeviceMesh:
 
 @contextlib.contextmanager
 def shared_folder() -> Iterator[Path]:
-    """One empty folder for all ranks, until all are done with it."""
-    made = None
-    if dist.get_rank() == 0:
-        made = tempfile.TemporaryDirectory()
-    names = [None if made is None else made.name]
-    dist.broadcast_object_list(names)
-    yield Path(names[0])
-    dist.barrier()
-    if made is not None:
-        made.cleanup()
+    """One empty folder for all ranks, the first's, until all are done with it."""
+    with tempfile.TemporaryDirectory() as mine:
+        names = [mine]
+        dist.broadcast_object_list(names)
+        yield Path(names[0])
+        dist.barrier()
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

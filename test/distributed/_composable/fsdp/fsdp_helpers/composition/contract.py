@@ -21,7 +21,7 @@ from unittest import mock
 
 from fsdp_helpers.common import parity_layers as layers
 from fsdp_helpers.common.parity_layers import FP32
-from fsdp_helpers.common.scenarios import IS_BRANCH, POLICIES
+from fsdp_helpers.common.scenarios import IS_BRANCH
 
 import torch
 import torch.distributed as dist
@@ -129,13 +129,8 @@ def described(value: Any) -> str:
 
 
 def sharded(kind: str, mesh: DeviceMesh) -> layers.Stack:
-    model, policy = (
-        layers.stack((FP32, FP32 if kind == "uniform" else layers.BF16)),
-        POLICIES["none"],
-    )
-    return layers.shard_stack(
-        model, mesh=mesh, mp_policy=policy, reshard_after_forward=True
-    )
+    model = layers.stack((FP32, FP32 if kind == "uniform" else layers.BF16))
+    return layers.shard_stack(model, mesh=mesh, reshard_after_forward=True)
 
 
 def train(model: nn.Module, steps: int) -> nn.Module:

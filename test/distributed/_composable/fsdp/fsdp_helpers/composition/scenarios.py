@@ -289,21 +289,15 @@ def memory_tracker(setup: Setup) -> Record:
 
 # What torch's own tests replace, by a utility called ``patch_`` and a name
 PATCHES = {
-    "unshard": FSDPParamGroup,
-    "reshard": FSDPParamGroup,
-    "post_backward": FSDPParamGroup,
-    "register_post_backward_hook_backward": RegisterPostBackwardFunction,
-    "all_gather": dist,
-    "reduce_scatter": dist,
-    "all_reduce": dist,
-    "foreach_all_gather": _fsdp_param_group,
-    "foreach_reduce": _fsdp_param_group,
-}
-# Names of functions that are not those of their utilities
-PATCHED = {
-    "register_post_backward_hook_backward": "backward",
-    "all_gather": "all_gather_single",
-    "reduce_scatter": "reduce_scatter_single",
+    "unshard": FSDPParamGroup.unshard,
+    "reshard": FSDPParamGroup.reshard,
+    "post_backward": FSDPParamGroup.post_backward,
+    "register_post_backward_hook_backward": RegisterPostBackwardFunction.backward,
+    "all_gather": dist.all_gather_single,
+    "reduce_scatter": dist.reduce_scatter_single,
+    "all_reduce": dist.all_reduce,
+    "foreach_all_gather": _fsdp_param_group.foreach_all_gather,
+    "foreach_reduce": _fsdp_param_group.foreach_reduce,
 }
 
 
@@ -324,9 +318,8 @@ def watching(original: Callable[..., Any], seen: list[Any]) -> Callable[..., Any
 def patches(setup: Setup) -> Record:
     """What each utility intercepts of one step of HSDP, in order."""
     seen: dict[str, list[Any]] = {}
-    for name, owner in PATCHES.items():
-        calls = seen.setdefault(name, [])
-        new = watching(getattr(owner, PATCHED.get(name, name)), calls)
+    for name, original in PATCHES.items():
+        new = watching(original, seen.setdefault(name, []))
         model = shard(setup, setup.stack(), mesh=setup.pairs)
         with getattr(common_fsdp, f"patch_{name}")(new):
             one_backward(model, setup, 0)

@@ -38,16 +38,6 @@ def argument_names(func: torch._ops.OpOverload) -> tuple[str, ...]:
     return tuple(arg.name for arg in func._schema.arguments)
 
 
-# Function of `torch.distributed` to the names of its input and its output
-COLLECTIVES = {
-    "all_gather_single": ("input_tensor", "output_tensor"),
-    "all_gather_into_tensor": ("input_tensor", "output_tensor"),
-    "reduce_scatter_single": ("input", "output"),
-    "reduce_scatter_tensor": ("input", "output"),
-    "all_reduce": ("tensor", "tensor"),
-    "all_to_all_single": ("input", "output"),
-}
-
 # Methods of groups that do several of these at once
 COALESCED = {
     "allgather_into_tensor_coalesced": "all_gather_single",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+from fsdp_helpers.common.utils import COLLECTIVES
 from fsdp_helpers.late_device import devices, operators
 from fsdp_helpers.late_device.devices import Event, Memory, Pending, Piece, Stream
 from fsdp_helpers.late_device.operators import is_on_device
@@ -115,8 +116,9 @@ class Rank:
         owners = [piece.memory.owner for piece in (*reads, *writes)]
         on_host = bool(owners) and all(owner is self.host for owner in owners)
         stream = self.host if on_host else self.stream
-        outputs = [self._output(v, operator, stream) for v in results]
-        writes = [*filter(None, outputs), *writes]
+        for value in filter(is_on_device, results):
+            if value.untyped_storage()._cdata not in self._memory:
+                writes.append(self._piece(value, str(operator), stream))
         if writes or not any(map(is_on_device, results)):
             # else it returned an argument
             self._add(operator, reads, writes, stream)
@@ -135,11 +137,6 @@ class Rank:
             pieces = map(self._piece, filter(is_on_device, tree_leaves(value)))
             (writes if name in written else reads).extend(pieces)
         return reads, writes
-
-    def _output(self, value: Any, operator: Any, stream: Stream) -> Piece | None:
-        if not is_on_device(value) or value.untyped_storage()._cdata in self._memory:
-            return None
-        return self._piece(value, str(operator), stream)
 
     # Memory #
     def _piece(
@@ -264,7 +261,7 @@ def _patched(rank: Rank) -> Iterator[None]:
             is_fsdp = name.startswith(fsdp_package.__name__)
             if is_fsdp and hasattr(module, "_get_device_handle"):
                 patch(module, "_get_device_handle", lambda *unused: rank.handle)
-        for name, tensors in operators.COLLECTIVES.items():
+        for name, tensors in COLLECTIVES.items():
             patch(dist, name, _collective(rank, name, tensors))
         for name, single in operators.COALESCED.items():
             patch(dist.ProcessGroup, name, _coalesced(rank, single))

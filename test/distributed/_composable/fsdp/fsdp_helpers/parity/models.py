@@ -166,16 +166,11 @@ class Extended(torch.Tensor):
 
     @torch.no_grad()
     def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[torch.Tensor, ...],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
+        self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None
     ) -> Any:
         if metadata != type(self).__name__:
             raise AssertionError(f"Got the metadata of another: {metadata}")
-        values = self.unpack(all_gather_outputs).to(param_dtype)
+        values = self.unpack(outputs).to(param_dtype)
         if out is None:
             return values, (values,)
         with torch.autograd._unsafe_preserve_version_counter(out):
