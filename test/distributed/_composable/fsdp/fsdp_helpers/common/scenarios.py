@@ -88,11 +88,7 @@ class Scenarios(dict[str, Scenario]):
         as_by_dtype: bool = False,
         by_halves: bool = False,
     ) -> Callable[[Setup], Record]:
-        """
-        Args:
-            as_by_dtype: Whether the release runs it with mixed units as well, which it
-                cuts by dtype.
-        """
+        """With ``as_by_dtype`` the release runs it, too, with mixed units cut by dtype."""
         for kind in kinds:
             is_mixed = kind == "mixed"
             scenario = Scenario(run, is_mixed, as_by_dtype or not is_mixed, by_halves)

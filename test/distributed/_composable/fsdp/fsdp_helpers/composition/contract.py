@@ -6,7 +6,6 @@ names, signatures and attributes, what comes of copies, and what a part keeps al
 import contextlib
 import copy
 import gc
-import importlib
 import inspect
 import io
 import itertools
@@ -14,7 +13,6 @@ import pickle
 import sys
 import typing
 import weakref
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -34,15 +32,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 PACKAGE = "torch.distributed.fsdp._fully_shard"
-MODULES = ("_fsdp_collectives", "_fsdp_param_group")
+MODULES = {
+    "_fsdp_collectives": _fsdp_collectives,
+    "_fsdp_param_group": _fsdp_param_group,
+}
 # Files that the release has as well
 RELEASED = (*MODULES, "_fsdp_api", "_fsdp_common", "_fsdp_param", "_fully_shard")
 RANKS = 4
-
-
-def modules() -> Iterator[tuple[str, Any]]:
-    for name in MODULES:
-        yield name, importlib.import_module(f"{PACKAGE}.{name}")
 
 
 def parameters_of(function: Any) -> list[tuple[str, str, str]]:
@@ -67,7 +63,7 @@ def is_defined_here(value: Any, module: ModuleType) -> bool:
 def signatures() -> dict[str, Any]:
     """Returns those of all public functions, classes and methods."""
     found = {}
-    for _, module in modules():
+    for module in MODULES.values():
         for name, value in vars(module).items():
             is_public = name[0] != "_" and callable(value)
             if not is_public or not is_defined_here(value, module):
@@ -97,14 +93,14 @@ def names() -> dict[str, list[str]]:
     """What can be imported from each module, but for what is Python's own."""
     return {
         name: [n for n in dir(m) if n[:2] != "__" and not is_pythons(n, vars(m)[n])]
-        for name, m in modules()
+        for name, m in MODULES.items()
     }
 
 
 def class_names(group: dist.ProcessGroup) -> dict[str, list[str]]:
     """Returns names of each class, and of its instance, made with a group or nothing."""
     found = {}
-    for _, module in modules():
+    for module in MODULES.values():
         for name, value in vars(module).items():
             if not inspect.isclass(value) or not is_defined_here(value, module):
                 continue

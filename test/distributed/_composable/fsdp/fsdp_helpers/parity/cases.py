@@ -133,35 +133,24 @@ CASES = Scenarios()  # by kind and name
 REFUSALS: dict[str, str] = {}  # by name, of those that raise, what the error must say
 
 
-def run_case(setup: Setup, run: Callable[[Setup], Record | None], ranks: int) -> Record:
-    if ranks == 2:
-        setup = replace(setup, rank=setup.rank % 2, mesh=setup.pairs["shard"])
+def run_case(setup: Setup, run: Callable[[Setup], Record | None]) -> Record:
     return run(setup) or {}
 
 
 def add_case(
-    name: str = "",
-    *,
-    kinds: tuple[str, ...] = ("uniform", "mixed"),
-    ranks: int = 2,
-    makes_groups: bool = False,
+    name: str = "", *, kinds: tuple[str, ...] = ("uniform", "mixed"), ranks: int = 2
 ) -> Callable[..., Any]:
-    """
-    Args:
-        name: By default the function's.
-        makes_groups: Whether it makes process groups, of which all ranks must make as
-            many. Else two ranks may run it, while the others run another case.
-    """
+    """Adds a case, of the function's name by default. One that makes groups has 4 ranks."""
 
     def add(run: Callable[..., Any]) -> Callable[..., Any]:
         case = name or run.__name__
         CASES.add(
-            partial(run_case, run=run, ranks=ranks),
+            partial(run_case, run=run),
             case,
             kinds=filter(KINDS.__contains__, kinds),
             # An error is not compared with that of one unit for each dtype
             as_by_dtype=case not in REFUSALS,
-            by_halves=ranks == 2 and not makes_groups,
+            by_halves=ranks == 2,
         )
         return run
 
@@ -175,11 +164,11 @@ def train_tower(mode: Mode, setup: Setup, mesh: DeviceMesh | None = None) -> Rec
     return run_mode(mode, model, setup, mesh)
 
 
-def add_mode(name: str, mode: Mode, **kwargs: Any) -> None:
+def add_mode(name: str, mode: Mode) -> None:
     def run(setup: Setup) -> Record:
         return train_tower(mode, setup)
 
-    add_case(name, kinds=mode.kinds, ranks=mode.ranks, **kwargs)(run)
+    add_case(name, kinds=mode.kinds, ranks=mode.ranks)(run)
 
 
 for _name, _mode in modes.MODES.items():

@@ -78,7 +78,7 @@ add_mode(
         UNIFORM, dtype=FP16, prepare=set_comms(doubles.Gather, doubles.Scatter), ranks=4
     ),
 )
-add_mode("taken_back", Mode(prepare=take_back), makes_groups=True)
+add_mode("taken_back", Mode(prepare=take_back, **_HYBRID))
 
 
 @add_case(ranks=4)

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -90,20 +90,15 @@ class Block(nn.Module):
         return Touch.apply(x, *self.params)
 
 
-def mesh_for(*, is_hybrid: bool, is_alone: bool) -> DeviceMesh:
-    shape = (2, RANKS // 2) if is_hybrid else (RANKS, 1) if is_alone else (1, RANKS)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    return mesh if is_hybrid else mesh["shard"]
-
-
 def peak_nbytes(specs: Specs, mode: dict[str, Any], blocks: int = BLOCKS) -> int:
     """Returns the peak of the third step, above what is there before it."""
     kwargs = dict(mode)
     buffers, factor = kwargs.pop("buffers", 1), kwargs.pop("divide_factor", None)
     accumulates = kwargs.pop("accumulates", False)
-    kwargs["mesh"] = mesh_for(
-        is_hybrid=kwargs.pop("is_hybrid", False), is_alone=kwargs.pop("is_alone", False)
-    )
+    is_hybrid, is_alone = (kwargs.pop(f"is_{n}", False) for n in ("hybrid", "alone"))
+    shape = (2, RANKS // 2) if is_hybrid else (RANKS, 1) if is_alone else (1, RANKS)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    kwargs["mesh"] = mesh if is_hybrid else mesh["shard"]
     model = nn.Sequential(*(Block(specs) for _ in range(blocks)))
     for block in model:
         fully_shard(block, **kwargs)

@@ -124,12 +124,7 @@ class Extended(torch.Tensor):
     @staticmethod
     def __new__(cls, values: torch.Tensor) -> Extended:
         return torch.Tensor._make_wrapper_subclass(
-            cls,
-            values.size(),
-            strides=values.stride(),
-            storage_offset=values.storage_offset(),
-            dtype=values.dtype,
-            device=values.device,
+            cls, values.size(), dtype=values.dtype, device=values.device
         )
 
     def __init__(self, values: torch.Tensor):

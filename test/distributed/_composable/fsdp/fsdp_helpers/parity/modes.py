@@ -159,10 +159,6 @@ def shard_dtypes_as_groups(model: Stack, **kwargs: Any) -> None:
         fully_shard(unit, **kwargs)
 
 
-def shard_root_only(model: Stack, **kwargs: Any) -> None:
-    fully_shard(model, **kwargs)
-
-
 def policies_of(model: Stack) -> dict[str, MixedPrecisionPolicy]:
     """Returns one for each part, by its name."""
     pairs = itertools.cycle(((FP32, None), (layers.BF16, FP32), (None, layers.BF16)))
@@ -189,7 +185,7 @@ def shard_overrides(model: Stack, mp_policy: Any, **kwargs: Any) -> None:
 # How the release is to cut a mixed tower where this branch cuts it so
 BY_DTYPE = {
     layers.shard_stack: shard_dtypes,
-    shard_root_only: shard_dtypes,
+    fully_shard: shard_dtypes,
     shard_blocks_as_group: shard_dtypes_as_groups,
     shard_overrides: shard_policies,
 }
@@ -277,7 +273,7 @@ MODES: dict[str, Mode] = {
     "overrides": Mode(MIXED, shard=shard_overrides),
     "param_bf16_reduce_fp32": Mode(policy=(layers.BF16, FP32)),
     "reduce_bf16": Mode(policy=(None, layers.BF16)),
-    "root_only": Mode(shard=shard_root_only),
+    "root_only": Mode(shard=fully_shard),
     "two_forwards_resharded": Mode(kwargs=_RESHARD, step=two_forwards),
     "backward_twice": Mode(step=backward_twice),
     "unshard_ahead": Mode(step=unshard_ahead),

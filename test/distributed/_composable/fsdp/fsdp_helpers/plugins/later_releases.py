@@ -225,9 +225,7 @@ def grad_dtypes_of_all(setup: Setup) -> Record:
 
 @where(IS_2_15, scenario)
 def unused_without_a_dtype(setup: Setup) -> Record:
-    model = setup.sharded()
-    for param in model.parameters():
-        param.grad_dtype = None
+    model = set_grad_dtypes(setup.sharded(), None)
     model.set_reduce_scatter_unused_params(True)
     error = error_of(lambda: one_backward(model, setup, 0))
     return {"names the dtype": "grad_dtype" in str(error)}
