@@ -9,10 +9,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 from fsdp_helpers.common import utils
-from fsdp_helpers.common.doubles import dispatched
+from fsdp_helpers.common.doubles import copying_unobserved, dispatched
 from fsdp_helpers.common.utils import FSDPThreadTest, random_input, THREAD_DEVICE_TYPE
 
 import torch
@@ -21,7 +20,6 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
-from torch.distributed.fsdp._fully_shard import _fsdp_reduce
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Shard
@@ -243,10 +241,6 @@ def count_operators() -> Iterator[Counter[str]]:
     """Counts this thread's operators, while no other counts: nothing may be sent."""
     counts: Counter[str] = Counter()
     # As if the mode that counts, which gets operators, were not there
-    gather, reduce = (
-        mock.patch.object(module, "gets_operators", lambda _: False)
-        for module in (collectives, _fsdp_reduce)
-    )
-    with _one_counts, gather, reduce, dispatched() as names:
+    with _one_counts, copying_unobserved(), dispatched() as names:
         yield counts
         counts.update(names)

@@ -18,11 +18,8 @@ Results = list[dict[str, Any]]
 
 def run_on(module: str, *, on_release: bool, in_halves: bool = False) -> Results:
     """
-    Runs a module of a package beside the tests. It takes ``--out``.
-
-    Args:
-        in_halves: Run every other rank in another interpreter. Dtypes, which hash by
-            address, and strings have other hashes in each, and sets another order.
+    Runs a module of a package beside the tests. In halves, every other rank is in another
+    interpreter, with other hashes of dtypes and strings, and so sets in another order.
     """
 
     def run() -> Results:

@@ -34,8 +34,10 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal import common_utils
-from torch.testing._internal.common_distributed import MultiProcContinuousTest
-from torch.testing._internal.common_fsdp import FSDPTestMultiThread
+from torch.testing._internal.common_distributed import (
+    MultiProcContinuousTest,
+    MultiThreadedTestCase,
+)
 from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -456,7 +458,7 @@ def _leave_launched_group() -> None:
 
 
 @on_first_rank
-class FSDPThreadTest(ParametrizedTest, FSDPTestMultiThread):
+class FSDPThreadTest(ParametrizedTest, MultiThreadedTestCase):
     """Ranks are threads, which share generators: a test patches nothing here."""
 
     world_size: int = 2
@@ -465,10 +467,7 @@ class FSDPThreadTest(ParametrizedTest, FSDPTestMultiThread):
         # Ranks that find the accelerator in use do not each take another one
         torch.empty(1, device=THREAD_DEVICE_TYPE)
         super().setUp()
-
-    def perThreadSetUp(self) -> None: ...
-
-    def perThreadTearDown(self) -> None: ...
+        self._spawn_threads()
 
     @property
     def device(self) -> torch.device:

@@ -78,15 +78,11 @@ def signatures() -> dict[str, Any]:
 
 def is_pythons(name: str, value: Any) -> bool:
     """Whether it is the standard library's, which others import from there."""
-    if name in typing.__all__:
-        return True
-    if inspect.ismodule(value):
-        where = value.__name__
-    elif inspect.isclass(value) or inspect.isroutine(value):
+    if inspect.isclass(value) or inspect.isroutine(value):
         where = value.__module__ or ""
     else:
-        return False
-    return where.partition(".")[0] in sys.stdlib_module_names
+        where = value.__name__ if inspect.ismodule(value) else ""
+    return name in typing.__all__ or where.partition(".")[0] in sys.stdlib_module_names
 
 
 def names() -> dict[str, list[str]]:

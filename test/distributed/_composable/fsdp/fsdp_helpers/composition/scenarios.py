@@ -35,7 +35,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
     CheckpointImpl,
 )
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
@@ -55,22 +54,14 @@ same_numbers = partial(SCENARIOS.add, as_by_dtype=True, by_halves=True)
 seen_alike = partial(SCENARIOS.add, by_halves=True)
 
 
-def shard(
-    setup: Setup,
-    model: nn.Module,
-    units: list[nn.Module] | None = None,
-    mesh: DeviceMesh | None = None,
-) -> Any:
+def shard(setup: Setup, model: nn.Module, units: Any = None, mesh: Any = None) -> Any:
     """Makes each block a unit, or the layers that it consists of, and the rest one."""
     policy = common.POLICIES["none" if setup.is_mixed else "bf16_reduce_fp32"]
-    mesh = setup.mesh if mesh is None else mesh
-    kwargs = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": True}
-    units = list(model.blocks) if units is None else units
+    kwargs = {"mesh": mesh or setup.mesh, "mp_policy": policy}
+    kwargs["reshard_after_forward"] = True
     if setup.is_by_dtype:
-        units = [
-            module for module in model.modules() if isinstance(module, layers.Layer)
-        ]
-    for unit in units:
+        units = [each for each in model.modules() if isinstance(each, layers.Layer)]
+    for unit in units or model.blocks:
         fully_shard(unit, **kwargs)
     return fully_shard(model, **kwargs)
 

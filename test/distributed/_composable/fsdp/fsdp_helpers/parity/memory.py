@@ -1,12 +1,11 @@
 """A step's peak of memory, by the profiler, on the first of four ranks."""
 
-import contextlib
 import gc
-import importlib
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
-from unittest import mock
+
+from fsdp_helpers.common.doubles import copying_unobserved
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,6 @@ from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
-FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
 RANKS = 4
 BLOCKS = 3
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -123,24 +121,13 @@ def peak_nbytes_of(run: Callable[[], None]) -> int:
     """Returns the peak of a call, above what is there before it."""
     gc.collect()  # what was there earlier, which would be freed in between
     cpu = torch.profiler.ProfilerActivity.CPU
-    with copying_unobserved():
-        with torch.profiler.profile(activities=[cpu], profile_memory=True) as profiler:
-            run()
+    profiler = torch.profiler.profile(activities=[cpu], profile_memory=True)
+    with copying_unobserved(), profiler:
+        run()
     events = profiler.profiler.kineto_results.events()
     changes = [event for event in events if event.name() == "[memory]"]
     changes.sort(key=lambda event: event.start_ns())
     return max(accumulate(event.nbytes() for event in changes))
-
-
-def copying_unobserved() -> contextlib.AbstractContextManager:
-    """Lets the branch copy as it does while no profiler looks at it."""
-    stack = contextlib.ExitStack()
-    for name in ("_fsdp_collectives", "_fsdp_reduce"):
-        with contextlib.suppress(AttributeError, ImportError):  # as in the release
-            module = importlib.import_module(f"{FULLY_SHARD}.{name}")
-            patch = mock.patch.object(module, "gets_operators", lambda _: False)
-            stack.enter_context(patch)
-    return stack
 
 
 def measure(*, has_mixed: bool) -> dict[str, dict[str, Any]]:

@@ -38,8 +38,6 @@ class Batches:
         return models.batch_of(self.step, microbatch, self.rank).to(self.device)
 
 
-# Fields of `MixedPrecisionPolicy`: param_dtype, reduce_dtype
-Policy = tuple["torch.dtype | None", "torch.dtype | None"]
 # Parts compute in whatever they get: FSDP casts the inputs of units only
 UNCAST = {"cast_forward_inputs": False}
 
@@ -252,7 +250,7 @@ class Mode:
 
     kinds: tuple[str, ...] = ("uniform", "mixed")
     dtype: torch.dtype = FP32  # of a uniform tower
-    policy: Policy = (None, None)
+    policy: tuple[torch.dtype | None, ...] = ()  # arguments of `MixedPrecisionPolicy`
     kwargs: dict[str, Any] = field(default_factory=dict)  # of `fully_shard`
     shard: Callable[..., Any] = layers.shard_stack
     prepare: Callable[[Any], None] | None = None

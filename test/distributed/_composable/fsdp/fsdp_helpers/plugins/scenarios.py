@@ -198,16 +198,12 @@ def init_like_a_plugin(group: FSDPParamGroup) -> None:
     group._reduce_dtype = trained[0].reduce_dtype if trained else None
 
 
-def gain_in_fp32(param: nn.Parameter) -> torch.dtype | None:
-    return FP32 if param.ndim == 1 else None
-
-
 @of_both_kinds
 def replaced_init_mp_dtypes(setup: Setup) -> Record:
     """By one that knows of one dtype for all, and by one that calls the original."""
     # Parameters of mixed units keep policies of their own
-    overrides = {"param_dtype_override_fn": gain_in_fp32} if setup.is_mixed else {}
-    policy = MixedPrecisionPolicy(layers.BF16, FP32, **overrides)
+    own = {"param_dtype_override_fn": lambda param: FP32 if param.ndim == 1 else None}
+    policy = MixedPrecisionPolicy(layers.BF16, FP32, **own if setup.is_mixed else {})
     record: Record = {"plain": train(setup.sharded(mp_policy=policy), setup)}
     units: list[str] = []
     for init in (init_like_a_plugin, FSDPParamGroup._init_mp_dtypes):

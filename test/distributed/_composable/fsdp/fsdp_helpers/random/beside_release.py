@@ -230,9 +230,7 @@ def run_steps(case: Case) -> list[Record]:
                 loss = cases.run_microbatch(model, number, batch)
                 seen = [block.seen.values() for block in model.all_blocks()]
                 tensors = [loss, *(value for values in seen for value in values)]
-                record[f"microbatch {batch}"] = [
-                    layers.digest(each) for each in tensors
-                ]
+                record[f"microbatch {batch}"] = [*map(layers.digest, tensors)]
             record |= watch.take() | dict(layers.gradients(model))
             optimize(model, step.to_none)
             records.append(record)
