@@ -129,11 +129,7 @@ def llama_with_adapters() -> nn.Module:
 TINY_MODELS = {
     "mamba2": TinyModel(
         ("Mamba2ForCausalLM", "Mamba2Config"),
-        {
-            **DECODER,
-            "num_heads": 8,
-            "state_size": 8,
-        },
+        {**DECODER, "num_heads": 8, "state_size": 8},
         fp32=STATE_SPACE,
     ),
     "nemotron_h": TinyModel(

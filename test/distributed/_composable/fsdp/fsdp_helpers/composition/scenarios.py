@@ -8,7 +8,6 @@ release and by this branch, and with ``mixed`` ones, whose blocks are units of t
 dtypes. The release cuts these into one unit for each dtype.
 """
 
-import importlib
 import inspect
 import logging
 import sys
@@ -212,6 +211,7 @@ def pipelined(setup: Setup, schedule_class: type, count: int) -> Record:
     return train(nn.ModuleList(stages.values()), setup, run=step_of)
 
 
+@partial(SCENARIOS.add, as_by_dtype=True)
 def pipelines(setup: Setup) -> Record:
     """Interleaved, units gather and reduce as the schedule says, not by hooks alone."""
     return {
@@ -219,9 +219,6 @@ def pipelines(setup: Setup) -> Record:
         "1F1B": pipelined(setup, pipelining.Schedule1F1B, 2),
         "interleaved": pipelined(setup, pipelining.ScheduleInterleaved1F1B, 4),
     }
-
-
-SCENARIOS.add(pipelines, as_by_dtype=True)
 
 
 # Casting #
@@ -306,8 +303,9 @@ def watching(original: Callable[..., Any], seen: list[Any]) -> Callable[..., Any
     return call
 
 
+@SCENARIOS.add
 def patches(setup: Setup) -> Record:
-    """What each utility intercepts of one step of HSDP, in order."""
+    """What each utility intercepts of a step of HSDP, in order: more for more dtypes."""
     seen: dict[str, list[Any]] = {}
     for name, original in PATCHES.items():
         new = watching(original, seen.setdefault(name, []))
@@ -317,24 +315,11 @@ def patches(setup: Setup) -> Record:
     return seen
 
 
-# More of which are for more dtypes
-SCENARIOS.add(patches)
-
-
-# What compiling a model imports: once, and not in each rank anew
-COMPILER = (
-    "torch._decomp.decompositions_for_jvp",
-    "torch._inductor.debug",
-    "torch._inductor.pattern_matcher",
-)
-
-
-def main() -> None:
-    torch._dynamo.config.recompile_limit = 64
-    for name in COMPILER:
-        importlib.import_module(name)
-    SCENARIOS.main(__doc__, beside=find_all)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    # What compiling a model imports: once, and not in each rank anew
+    import torch._decomp.decompositions_for_jvp
+    import torch._inductor.debug
+    import torch._inductor.pattern_matcher
+
+    torch._dynamo.config.recompile_limit = 64
+    sys.exit(SCENARIOS.main(__doc__, beside=find_all))

@@ -72,12 +72,8 @@ for _name, _prepare in {
 }.items():
     add_mode(_name, Mode(prepare=_prepare))
 # Only with more than two ranks most segments are neither the first nor the last
-add_mode(
-    "custom_comms",
-    Mode(
-        UNIFORM, dtype=FP16, prepare=set_comms(doubles.Gather, doubles.Scatter), ranks=4
-    ),
-)
+_own = set_comms(doubles.Gather, doubles.Scatter)
+add_mode("custom_comms", Mode(UNIFORM, dtype=FP16, prepare=_own, ranks=4))
 add_mode("taken_back", Mode(prepare=take_back, **_HYBRID))
 
 

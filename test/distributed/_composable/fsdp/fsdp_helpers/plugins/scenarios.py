@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import fsdp_helpers.plugins.later_releases  # noqa: F401  # adds its scenarios
 from fsdp_helpers.common import parity_layers as layers
 from fsdp_helpers.common import scenarios as common
 from fsdp_helpers.common.doubles import dispatched
@@ -23,6 +22,7 @@ from fsdp_helpers.common.release_rules import IS_2_15
 from fsdp_helpers.common.scenarios import describe, one_backward, POLICIES, Setup, train
 from fsdp_helpers.parity.models import Extended
 from fsdp_helpers.plugins import mixed, of_both_kinds, scenario, SCENARIOS
+from fsdp_helpers.plugins.later_releases import where  # and adds its scenarios
 
 import torch
 import torch.nn as nn
@@ -250,6 +250,7 @@ def policy_set_before_the_first_forward(setup: Setup) -> Record:
     return record | {"gathered in": dtypes}
 
 
+@where(not IS_2_15, scenario)  # since then the release needs a policy
 def group_that_is_built_by_hand(setup: Setup) -> Record:
     """As upstream's test of training states does, without any policy."""
     mesh_info = groups_of(setup.sharded("none"))[0].mesh_info
@@ -257,10 +258,6 @@ def group_that_is_built_by_hand(setup: Setup) -> Record:
     rest = (mesh_info, None, torch.device("cpu"), None, None, None)
     group = FSDPParamGroup([*module.parameters()], (module,), *rest)
     return {"sizes": [tuple(p.sharded_size) for p in group.fsdp_params]}
-
-
-if not IS_2_15:  # since then the release needs one
-    scenario(group_that_is_built_by_hand)
 
 
 # The list of parameters #
