@@ -16,9 +16,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
-
-
 @contextlib.contextmanager
 def dispatched() -> Iterator[list[str]]:
     names: list[str] = []
@@ -37,7 +34,7 @@ def copying_unobserved() -> contextlib.AbstractContextManager:
     stack = contextlib.ExitStack()
     for name in ("_fsdp_collectives", "_fsdp_reduce"):
         with contextlib.suppress(AttributeError, ImportError):  # as in the release
-            module = importlib.import_module(f"{FULLY_SHARD}.{name}")
+            module = importlib.import_module(f".{name}", _fsdp_collectives.__package__)
             patch = mock.patch.object(module, "gets_operators", lambda _: False)
             stack.enter_context(patch)
     return stack

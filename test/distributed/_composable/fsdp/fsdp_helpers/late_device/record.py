@@ -180,7 +180,7 @@ class Rank:
             return  # pinned memory waits for its copies by itself
         self._freed.setdefault(memory.owner, []).append(memory)
 
-    def resize(self, storage: torch.UntypedStorage, original: Any, nbytes: int) -> Any:
+    def resize(self, original: Any, storage: torch.UntypedStorage, nbytes: int) -> Any:
         self.collect()
         before = storage.nbytes()
         result = original(storage, nbytes)
@@ -265,7 +265,8 @@ def _patched(rank: Rank) -> Iterator[None]:
             patch(dist, name, _collective(rank, name, tensors))
         for name, single in operators.COALESCED.items():
             patch(dist.ProcessGroup, name, _coalesced(rank, single))
-        patch(torch.UntypedStorage, "resize_", _resize(rank))
+        resize = torch.UntypedStorage.resize_
+        patch(torch.UntypedStorage, "resize_", lambda *call: rank.resize(resize, *call))
         patch(torch.Tensor, "to", _to(rank))
         gc.disable()  # or memory would be freed at other places each time
         stack.callback(gc.enable)
@@ -297,11 +298,6 @@ def _coalesced(rank: Rank, name: str) -> Callable[..., Pending | None]:
         return [rank.meet(name, group, pair, options.asyncOp) for pair in pairs][-1]
 
     return call
-
-
-def _resize(rank: Rank) -> Callable[[torch.UntypedStorage, int], Any]:
-    original = torch.UntypedStorage.resize_
-    return lambda storage, nbytes: rank.resize(storage, original, nbytes)
 
 
 def _to(rank: Rank) -> Callable[..., torch.Tensor]:

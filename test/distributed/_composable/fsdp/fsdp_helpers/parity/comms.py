@@ -51,13 +51,9 @@ def take_back(model: nn.Module) -> None:
     model.set_separate_reduce_scatter_group(False)
 
 
-def take_sine_in_hook(has_stream: bool = False) -> Callable[[nn.Module], None]:
-    def prepare(model: nn.Module) -> None:
-        for unit in units_of(model):
-            kwargs = {"stream": torch.cpu.Stream()} if has_stream else {}
-            unit.set_all_reduce_hook(lambda grad: grad.sin_(), **kwargs)
-
-    return prepare
+def take_sine_in_hook(model: nn.Module, **kwargs: Any) -> None:
+    for unit in units_of(model):
+        unit.set_all_reduce_hook(lambda grad: grad.sin_(), **kwargs)
 
 
 _HYBRID: dict[str, Any] = {"is_hybrid": True, "ranks": 4}
@@ -68,7 +64,9 @@ for _name, _prepare in {
     ),
     "async_unshard_op": lambda model: model._set_unshard_async_op(True),
     "memory_from_group": each_unit(MEMORY, True),
-    "all_reduce_hook_with_stream": take_sine_in_hook(has_stream=True),
+    "all_reduce_hook_with_stream": partial(
+        take_sine_in_hook, stream=torch.cpu.Stream()
+    ),
 }.items():
     add_mode(_name, Mode(prepare=_prepare))
 # Only with more than two ranks most segments are neither the first nor the last
@@ -85,7 +83,7 @@ def hsdp_separate_group(setup: Setup) -> Record:
         model.set_separate_reduce_scatter_group()
         model.set_separate_reduce_scatter_group()  # makes no other one
         set_comms(doubles.KeptGather, doubles.KeptScatter)(model)
-        take_sine_in_hook()(model)
+        take_sine_in_hook(model)
 
     doubles.Scatter.groups.clear()
     record = train_tower(Mode(prepare=prepare, **_HYBRID), setup)
