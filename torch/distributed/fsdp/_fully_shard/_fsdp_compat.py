@@ -106,8 +106,8 @@ class PluginNames:
 
     @property
     def _all_reduce_state(self: Any) -> Any:
-        held = [h for h in self.comm_ctx.all_reduce_states if h.param_group is self]
-        return AllReduceState(held[-1].buffers[-1], held[-1].event) if held else None
+        states = [s for s in self.comm_ctx.all_reduce_states if s.param_group is self]
+        return AllReduceState(states[-1].buffers[-1], states[-1].event) if states else None
 
     @property
     def _all_gather_output(self: Any) -> torch.Tensor:
@@ -255,26 +255,24 @@ def foreach_reduce(
     far (1D, laid out as ``fsdp_params``) for the next call to add.
     """
     prepare = prepare_reduce_scatter_inputs or _default_reduce_scatter_input_fn
-    replaceable = CopyInPlugins(copy_in, prepare)
+    plugins = CopyInPlugins(copy_in, prepare)
     scatter = reduce_scatter_group, reduce_scatter_stream, reduce_scatter_comm
     all_reduce = all_reduce_group, all_reduce_stream, all_reduce_grads, all_reduce_hook
     scaling = gradient_divide_factor, force_sum_reduction_for_comms
     reduction = Reduction(
         *(*scatter, *all_reduce, *scaling, device),
-        plugins=None if replaceable == DEFAULT_COPY_IN else replaceable,
+        plugins=None if plugins == DEFAULT_COPY_IN else plugins,
         clones_output=not allocates_anew(reduce_scatter_comm),
     )
     grad_dtypes = [grad.dtype for grad in unsharded_grads]
     bucket = _plan_one_bucket(fsdp_params, grad_dtypes, reduce_dtype)
     part = BucketGrads(fsdp_params, bucket, unsharded_grads, partial_reduce_output)
-    if reduction.plugins is not None:
-        reduction.plugins.prepare_part(part, reduction.shard_world_size)
+    plugins.prepare_part(part, reduction.shard_world_size)
     reduce_buckets(reduction, [part])
-    scattered = part.inputs[0], part.reduce_scatter_event
-    done = part.post_reduce_stream, part.post_reduce_event
-    reduced = part.all_reduce_input
-    event = None if reduced is None else part.all_reduce_event
-    return ReduceResult(*scattered, *done, reduced, event, part.partial_reduce_output)
+    if part.all_reduce_input is None:
+        part.all_reduce_event = None
+    values = vars(part) | {"reduce_scatter_input": part.inputs[0]}
+    return ReduceResult._make(values[name] for name in ReduceResult._fields)
 
 
 _HIDDEN = "copy_in", RELEASE.lacking_argument
@@ -291,9 +289,8 @@ def fit_release(get_copy_in: Callable[[], Any]) -> Callable[..., ReduceResult]:
 
     @functools.wraps(foreach_reduce)
     def call(*args: Any, **kwargs: Any) -> ReduceResult:
-        hidden: Any = dict(zip(_HIDDEN, (get_copy_in(), None)))
-        arguments = _REDUCE_SIGNATURE.bind(*args, **kwargs).arguments
-        return foreach_reduce(**arguments, **hidden)
+        arguments: Any = _REDUCE_SIGNATURE.bind(*args, **kwargs).arguments
+        return foreach_reduce(**arguments, **dict(zip(_HIDDEN, (get_copy_in(), None))))
 
     call.__signature__ = _REDUCE_SIGNATURE  # pyrefly: ignore [missing-attribute]
     return call
@@ -309,18 +306,14 @@ def reduce_monkeypatched(
     names = _REDUCE_SIGNATURE.parameters
     for part in parts:
         values = vars(reduction) | vars(part)
-        values |= {
-            "prepare_reduce_scatter_inputs": prepare,
-            "reduce_dtype": part.bucket.dtype,
-            "orig_dtype": _common([dtype for dtype, _ in part.bucket.runs]),
-        }
+        values["prepare_reduce_scatter_inputs"] = prepare
+        values["reduce_dtype"] = part.bucket.dtype
+        values["orig_dtype"] = _common([dtype for dtype, _ in part.bucket.runs])
         bound = _REDUCE_SIGNATURE.bind(**{name: values[name] for name in names})
-        result = ReduceResult._make(replacement(*bound.args, **bound.kwargs))
+        reduce_input, *in_flight = replacement(*bound.args, **bound.kwargs)
         part.unsharded_grads = []  # the plugin may not have emptied it
-        in_flight = result._asdict()
-        reduce_input = in_flight.pop("reduce_scatter_input")
         part.inputs = [] if reduce_input is None else [reduce_input]
-        vars(part).update(in_flight)
+        vars(part).update(zip(ReduceResult._fields[1:], in_flight, strict=True))
 
 
 def _plan_one_bucket(

@@ -211,11 +211,10 @@ class FSDPCommContext:
 
     def _hold_reduce_buffers(self, group: FSDPParamGroup, parts: Parts) -> None:
         """Holds inputs and reduced buffers, and the last event of each stream."""
-        current_stream = self.device_handle.current_stream()
+        current_stream, event = self.device_handle.current_stream(), None
         # Buckets may share an input or a buffer, which the last of them uses last
         inputs: dict[torch.Tensor, None] = {}
-        streams: dict[torch.Tensor, torch.Stream] = {}  # by buffer
-        event = None
+        streams: dict[torch.Tensor, torch.Stream] = {}  # that allocated, by buffer
         for part in parts:
             stream = part.post_reduce_stream
             self._last_post_reduce_events[stream] = part.post_reduce_event
@@ -223,9 +222,8 @@ class FSDPCommContext:
                 event = part.reduce_scatter_event
                 inputs |= dict.fromkeys(part.inputs)
             if (buffer := part.all_reduce_input) is not None:
-                streams[buffer] = self.reduce_scatter_stream
-                if buffer in inputs:  # over a single rank
-                    streams[buffer] = current_stream
+                is_input = buffer in inputs  # over a single rank
+                streams[buffer] = current_stream if is_input else self.reduce_scatter_stream
         if inputs:
             handoff = Handoff((*inputs,), event, (current_stream,), group)
             self.reduce_scatter_states.append(handoff)
@@ -265,7 +263,7 @@ class FSDPCommContext:
             joined = self.joined_reductions.setdefault(key, JoinedReduction(reduction))
             joined.nbytes += nbytes
             joined.parts += batch
-            joined.streams.append(self.device_handle.current_stream())
+            joined.streams[self.device_handle.current_stream()] = None
             if joined.nbytes >= cap:
                 self.reduce_joined(group, key)
         task = torch._C._current_graph_task_id()
@@ -281,13 +279,13 @@ class FSDPCommContext:
             self.recycle_reduce_buffers(group)
             joined = self.joined_reductions.pop(key)
             current_stream = self.device_handle.current_stream()
-            streams = {s: None for s in joined.streams if s != current_stream}
-            for stream in streams:
+            joined.streams.pop(current_stream, None)
+            for stream in joined.streams:
                 current_stream.wait_stream(stream)
             try:
                 self.reduce(group, joined.reduction, joined.join(), PartialReduces())
             finally:  # these streams may reuse the memory of the gradients
-                for stream in streams:
+                for stream in joined.streams:
                     stream.wait_stream(current_stream)
 
     def recycle_reduce_buffers(self, group: FSDPParamGroup) -> None:

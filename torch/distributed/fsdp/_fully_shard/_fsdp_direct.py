@@ -40,19 +40,10 @@ def shards_evenly(fsdp_param: FSDPParam) -> bool:
 
 
 def can_be_direct(
-    fsdp_param: FSDPParam,
-    dtype: torch.dtype,
-    min_nbytes: int | None,
-    *,
-    reduces: bool = False,
+    fsdp_param: FSDPParam, dtype: torch.dtype, min_nbytes: int | None
 ) -> bool:
-    """
-    Whether the unsharded tensor, or its gradient, has at least ``min_nbytes`` in
-    ``dtype``, and few pieces. Gradients, which are not padded, must be sharded evenly.
-    """
+    """Whether the unsharded tensor has ``min_nbytes`` in ``dtype``, and few pieces."""
     if min_nbytes is None or not 0 < count_pieces(fsdp_param, dtype) <= _MAX_MEMBERS:
-        return False
-    if reduces and not (shards_evenly(fsdp_param) and dtype.is_floating_point):
         return False
     return fsdp_param._orig_size.numel() * dtype.itemsize >= max(min_nbytes, 1)
 
@@ -88,8 +79,8 @@ class DirectMemory:
         self.gather_min_nbytes: int | None = None
         # By address: storages that a direct gather has allocated, with their parameters
         self.allocated: dict[int, tuple[torch.UntypedStorage, Any]] = {}
-        self._stream: Any = None  # that it was allocated in
-        # Since reshard: which stream read it last, and when
+        self._stream: Any = None  # that allocated it
+        # Since reshard: the stream that read it last, and the event after that
         self._last_read: tuple[torch.Stream, torch.Event] | None = None
         # The outputs of the last plan's direct parameters
         self._plan: Any = None

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import _get_device_handle
 
 from . import _fsdp_layout as layouts
-from ._fsdp_direct import can_be_direct
+from ._fsdp_direct import can_be_direct, shards_evenly
 from ._fsdp_errors import listed
 from ._fsdp_layout import BucketKey, count_pieces, ReduceBucket, ReduceSlot
 from ._fsdp_param import FSDPParam
@@ -60,11 +60,11 @@ def _unsharded_params(
 def _plan_buckets(
     cache: ParamGroupCache,
     grad_dtypes: Sequence[torch.dtype | None],
-    earlier: Mapping[int, BucketKey],
+    earlier: Mapping[int, torch.dtype],
 ) -> tuple[ReduceBucket, ...]:
     """
-    Plans buckets by the gradients' dtypes, None for no gradient, and by ``earlier``: which
-    parameters have partial reduces, under which keys.
+    Plans buckets by the dtypes of gradients, None where there is none, and of ``earlier``
+    partial reduces, by parameter.
     """
     fsdp_params, min_nbytes = cache.fsdp_params, cache.direct_memory.min_nbytes
     reduce_dtypes = {
@@ -78,8 +78,7 @@ def _plan_buckets(
         promoted: dict[torch.dtype, torch.dtype] = {}
         sets_none = [p.mp_policy.reduce_dtype is None for p in fsdp_params]
         stored = [p.sharded_param.dtype for p in fsdp_params]
-        earlier_dtypes = ((i, dtype) for i, (dtype, _) in earlier.items())
-        for i, dtype in [*reduce_dtypes.items(), *earlier_dtypes]:
+        for i, dtype in [*reduce_dtypes.items(), *earlier.items()]:
             # Two equal float8 dtypes cannot be promoted
             if sets_none[i] and promoted.setdefault(stored[i], dtype) != dtype:
                 promoted[stored[i]] = torch.promote_types(promoted[stored[i]], dtype)
@@ -100,7 +99,9 @@ def make_slot(
     """Returns the slot of a parameter that has this position among its unit's."""
     grad_dtype = fsdp_param.sharded_param.grad_dtype
     numel = fsdp_param.padded_sharded_param_size.numel()
-    is_direct = can_be_direct(fsdp_param, dtype, min_nbytes, reduces=True)
+    if not (dtype.is_floating_point and shards_evenly(fsdp_param)):
+        min_nbytes = None  # gradients, which are not padded, are then packed
+    is_direct = can_be_direct(fsdp_param, dtype, min_nbytes)
     dim, num_pieces = fsdp_param.fsdp_placement.dim, count_pieces(fsdp_param, dtype)
     return ReduceSlot(index, grad_dtype, numel, dim, is_direct, num_pieces)
 
@@ -154,10 +155,8 @@ class Accumulation:
         """Raises, on all ranks alike, if zeros for unused parameters have no dtype."""
         for fsdp_param, param in _unsharded_params(fsdp_params):
             if param.requires_grad and layouts.default_reduce_dtype(fsdp_param) is None:
-                fix = "so zeros for it have no dtype: set reduce_dtype in its policy"
-                raise ValueError(
-                    f"grad_dtype of {fsdp_param._param_fqn} is None, {fix}"
-                )
+                fix = "so zeros have no dtype: set reduce_dtype in its policy"
+                raise ValueError(f"{fsdp_param._param_fqn}.grad_dtype is None, {fix}")
 
     def pop(self, fsdp_param: Any, param: nn.Parameter) -> Tensor | None:
         grad, param.grad = param.grad, None
@@ -282,11 +281,11 @@ class PartialReduces(dict[BucketKey, tuple[ReduceBucket, Tensor]]):
         not in a unit without any gradient, if this microbatch ``defers`` the all-reduce.
         """
         fsdp_params = cache.fsdp_params
-        earlier = {i: key for key, (b, _) in self.items() for i in b.params}
+        earlier = {i: b.dtype for b, _ in self.values() for i in b.params}
         if earlier and hasattr(fsdp_params[0], "_unsharded_param"):
             by_autograd = RELEASE.accumulates_by_autograd
             if by_autograd or not defers or any(g is not None for g in grads):
-                for i, (dtype, _) in earlier.items():
+                for i, dtype in earlier.items():
                     if grads[i] is None:
                         grads[i] = fsdp_params[i].unsharded_zero_grad_data.to(dtype)
         dtypes = [None if grad is None else grad.dtype for grad in grads]
@@ -350,7 +349,7 @@ class JoinedReduction:
     reduction: Reduction
     parts: list[BucketGrads] = field(default_factory=list)
     # Where these gradients were computed
-    streams: list[torch.Stream] = field(default_factory=list)
+    streams: dict[torch.Stream, None] = field(default_factory=dict)
     nbytes: int = 0  # of the collective's input
 
     def join(self) -> list[BucketGrads]:

@@ -93,19 +93,16 @@ class Scaling(NamedTuple):
 
 def get_divide_factors(key: BucketKey, scaling: Scaling) -> Factors:
     """Returns a bucket's divide factors. Over one rank no collective applies them."""
-    (dtype, comm_dtype), is_sum = key, scaling.is_sum
-    scatter_group, replicate_group, device_type, factor, _ = scaling
+    (dtype, comm_dtype), (*groups, device_type, factor, is_sum) = key, scaling
     if comm_dtype is not None:
         # [Note: One tree for every mesh] only sums. fp16, which could overflow, is also
         # divided before. Other dtypes get fp32's factors of a forced sum.
         dtype, is_sum = torch.float16 if dtype is torch.float16 else torch.float32, True
-    before, after, op, all_reduce_op = _get_gradient_divide_factors(
-        scatter_group, replicate_group, dtype, device_type, factor, is_sum
-    )
-    is_premul = op not in (ReduceOp.SUM, ReduceOp.AVG)
-    if is_premul and _size(scatter_group) == 1:  # no collective multiplies
-        before = factor
-    return before, after, op, all_reduce_op
+    args = dtype, device_type, factor, is_sum
+    before, after, *ops = _get_gradient_divide_factors(*groups, *args)
+    if _size(groups[0]) == 1 and ops[0] not in (ReduceOp.SUM, ReduceOp.AVG):
+        before = factor  # no collective multiplies
+    return before, after, *ops
 
 
 def get_remaining_divisor(key: BucketKey, scaling: Scaling) -> float:
@@ -154,19 +151,17 @@ def add_in_tree(rows: Tensor, output: Tensor, divisor: float | None = None) -> N
 def _add_by_kernel(rows: Tensor, output: Tensor, divisor: float | None = None) -> bool:
     """Adds rows by one kernel with the operators' bits. Returns whether it did."""
     global _has_kernel
-    device_type, dtypes = rows.device.type, {rows.dtype, output.dtype}
-    # Dispatch modes (fake tensors, the sanitizer of CUDA streams) see only operators
-    if not _has_kernel or device_type != _KERNEL_DEVICE_TYPE:
+    is_accepted = {rows.dtype, output.dtype} <= _KERNEL_DTYPES
+    if not (_has_kernel and is_accepted and rows.device.type == _KERNEL_DEVICE_TYPE):
         return False
-    if _len_torch_dispatch_stack() > 0 or not dtypes <= _KERNEL_DTYPES:
+    if _len_torch_dispatch_stack() > 0:  # fake tensors etc. see only operators
         return False
     try:
         from ._fsdp_triton import add_rows
 
         add_rows(rows, output, divisor)
     except Exception as error:
-        # It did not compile, so nothing has been written. Other ranks may still use
-        # theirs: no collective depends on it
+        # It did not compile, so nothing is written. No collective depends on it
         _has_kernel = False
         if not isinstance(error, ModuleNotFoundError):
             warnings.warn(
@@ -193,14 +188,13 @@ def all_reduce_in_tree(tensor: Tensor, group: dist.ProcessGroup) -> None:
     numel = _piece_numel(tensor)
     numel += -numel % (world_size * -(-16 // tensor.itemsize))  # aligns each part
     for piece in tensor.split(numel):
-        padded = piece
-        if (remainder := piece.numel() % world_size) != 0:
-            padded = pad(piece, (0, world_size - remainder))
+        padding = -piece.numel() % world_size
+        padded = pad(piece, (0, padding)) if padding else piece
         received = torch.empty_like(padded)
         dist.all_to_all_single(received, padded, group=group)
         rows = received.view(world_size, padded.numel() // world_size)
         add_in_tree(rows, rows[0])
         dist.all_gather_single(padded, rows[0], group=group)
-        if padded is not piece:
+        if padding:
             piece.copy_(padded[: piece.numel()])
         del received, rows, padded  # before the next ones are allocated
