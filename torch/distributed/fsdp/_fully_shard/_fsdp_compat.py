@@ -46,18 +46,6 @@ class AllReduceState(NamedTuple):
     event: torch.Event | None
 
 
-class ReduceResult(NamedTuple):
-    """What :func:`foreach_reduce` returns: buffers in flight, and when they are done."""
-
-    reduce_scatter_input: Tensor | None  # 1D, None if it was freed
-    reduce_scatter_event: torch.Event | None
-    post_reduce_stream: torch.Stream
-    post_reduce_event: torch.Event
-    all_reduce_input: Tensor | None  # see `BucketGrads`
-    all_reduce_event: torch.Event | None
-    partial_reduce_output: Tensor | None
-
-
 class PluginNames:
     """A mixin: plugins find these names on a group, or replace them on its class."""
 
@@ -106,8 +94,8 @@ class PluginNames:
 
     @property
     def _all_reduce_state(self: Any) -> Any:
-        states = [s for s in self.comm_ctx.all_reduce_states if s.param_group is self]
-        return AllReduceState(states[-1].buffers[-1], states[-1].event) if states else None
+        ours = [s for s in self.comm_ctx.all_reduce_states if s.param_group is self]
+        return AllReduceState(ours[-1].buffers[-1], ours[-1].event) if ours else None
 
     @property
     def _all_gather_output(self: Any) -> torch.Tensor:
@@ -222,6 +210,9 @@ class CopyInPlugins(NamedTuple):
         self.copy_in(grads, buffer, world_size)
 
 
+# Fields of `BucketGrads` that `foreach_reduce` returns, after the reduce-scatter's input
+_IN_FLIGHT = "reduce_scatter_event", "post_reduce_stream", "post_reduce_event"
+_IN_FLIGHT += "all_reduce_input", "all_reduce_event", "partial_reduce_output"
 _DEFAULTS = foreach_reduce_scatter_copy_in, _default_reduce_scatter_input_fn
 DEFAULT_COPY_IN = CopyInPlugins(*_DEFAULTS)
 
@@ -245,7 +236,7 @@ def foreach_reduce(
     *,
     prepare_reduce_scatter_inputs: Callable | None = _default_reduce_scatter_input_fn,
     copy_in: Callable[[list[Tensor], Tensor, int], None],
-) -> ReduceResult:
+) -> tuple[Any, ...]:
     """
     Reduces gradients in one reduce dtype, by default the one they share, and accumulates
     them in the sharded parameters, in each one's ``grad_dtype``; ignores ``orig_dtype``.
@@ -271,8 +262,7 @@ def foreach_reduce(
     reduce_buckets(reduction, [part])
     if part.all_reduce_input is None:
         part.all_reduce_event = None
-    values = vars(part) | {"reduce_scatter_input": part.inputs[0]}
-    return ReduceResult._make(values[name] for name in ReduceResult._fields)
+    return part.inputs[0], *(vars(part)[name] for name in _IN_FLIGHT)
 
 
 _HIDDEN = "copy_in", RELEASE.lacking_argument
@@ -281,16 +271,17 @@ _parameters = [p for p in _signature.parameters.values() if p.name not in _HIDDE
 _REDUCE_SIGNATURE = _signature.replace(parameters=_parameters)
 
 
-def fit_release(get_copy_in: Callable[[], Any]) -> Callable[..., ReduceResult]:
+def fit_release(get_copy_in: Callable[[], Any]) -> Callable[..., tuple[Any, ...]]:
     """
     Returns :func:`foreach_reduce` with the release's arguments: None for the one that it
     lacks, and the copy-in that plugins may have replaced by the time of a call.
     """
 
     @functools.wraps(foreach_reduce)
-    def call(*args: Any, **kwargs: Any) -> ReduceResult:
-        arguments: Any = _REDUCE_SIGNATURE.bind(*args, **kwargs).arguments
-        return foreach_reduce(**arguments, **dict(zip(_HIDDEN, (get_copy_in(), None))))
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        arguments: dict[str, Any] = dict(zip(_HIDDEN, (get_copy_in(), None)))
+        arguments |= _REDUCE_SIGNATURE.bind(*args, **kwargs).arguments
+        return foreach_reduce(**arguments)
 
     call.__signature__ = _REDUCE_SIGNATURE  # pyrefly: ignore [missing-attribute]
     return call
@@ -313,7 +304,7 @@ def reduce_monkeypatched(
         reduce_input, *in_flight = replacement(*bound.args, **bound.kwargs)
         part.unsharded_grads = []  # the plugin may not have emptied it
         part.inputs = [] if reduce_input is None else [reduce_input]
-        vars(part).update(zip(ReduceResult._fields[1:], in_flight, strict=True))
+        vars(part).update(zip(_IN_FLIGHT, in_flight, strict=True))
 
 
 def _plan_one_bucket(

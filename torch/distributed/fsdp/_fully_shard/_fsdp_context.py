@@ -11,7 +11,6 @@ newest, which compute would wait for as well.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple, TYPE_CHECKING
@@ -184,7 +183,7 @@ class FSDPCommContext:
     ) -> Parts:
         """
         Reduces buckets, with ``partial_reduces``, at once, or by collective if the comm or a
-        plugin needs that. Holds what is in use. Returns them in the order of reductions.
+        plugin needs that. Keeps buffers in use. Returns buckets in the order of reductions.
         """
         batches = [parts]
         if reduction.holds_one_input or reduce is not reduce_buckets:
@@ -211,7 +210,7 @@ class FSDPCommContext:
 
     def _hold_reduce_buffers(self, group: FSDPParamGroup, parts: Parts) -> None:
         """Holds inputs and reduced buffers, and the last event of each stream."""
-        current_stream, event = self.device_handle.current_stream(), None
+        compute, event = self.device_handle.current_stream(), None
         # Buckets may share an input or a buffer, which the last of them uses last
         inputs: dict[torch.Tensor, None] = {}
         streams: dict[torch.Tensor, torch.Stream] = {}  # that allocated, by buffer
@@ -223,16 +222,15 @@ class FSDPCommContext:
                 inputs |= dict.fromkeys(part.inputs)
             if (buffer := part.all_reduce_input) is not None:
                 is_input = buffer in inputs  # over a single rank
-                streams[buffer] = current_stream if is_input else self.reduce_scatter_stream
+                streams[buffer] = compute if is_input else self.reduce_scatter_stream
         if inputs:
-            handoff = Handoff((*inputs,), event, (current_stream,), group)
+            handoff = Handoff((*inputs,), event, (compute,), group)
             self.reduce_scatter_states.append(handoff)
         if streams:
             is_viewed = all(part.is_viewed for part in parts)
             nbytes = 0 if is_viewed else sum(buffer.nbytes for buffer in streams)
-            event, allocating = parts[-1].all_reduce_event, (*streams.values(),)
-            handoff = Handoff((*streams,), event, allocating, group, nbytes)
-            self.all_reduce_states.append(handoff)
+            args = (*streams,), parts[-1].all_reduce_event, (*streams.values(),)
+            self.all_reduce_states.append(Handoff(*args, group, nbytes))
 
     def wait_after_error(self, earlier: torch.Stream, later: torch.Stream) -> None:
         """Makes the current stream wait for what was started in both streams."""
@@ -254,9 +252,8 @@ class FSDPCommContext:
         if has_deferred or group._partial_reduces or not is_plain:
             return parts
         for batch in layouts.by_collective(parts):
-            buckets = [part.bucket for part in batch]
-            nbytes = sum(b.shard_numel * b.wire_dtype.itemsize for b in buckets)
-            nbytes *= reduction.shard_world_size
+            sizes = [p.bucket.shard_numel * p.bucket.wire_dtype.itemsize for p in batch]
+            nbytes = reduction.shard_world_size * sum(sizes)
             if nbytes > small_nbytes:
                 remaining += batch
                 continue
@@ -269,8 +266,8 @@ class FSDPCommContext:
         task = torch._C._current_graph_task_id()
         if task not in (-1, self.joined_reductions_task):  # -1: not in backward
             self.joined_reductions_task = task
-            reduce_joined = functools.partial(self.reduce_joined, group)
-            torch.autograd.Variable._execution_engine.queue_callback(reduce_joined)
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: self.reduce_joined(group))
         return remaining
 
     def reduce_joined(self, group: FSDPParamGroup, *keys: tuple) -> None:

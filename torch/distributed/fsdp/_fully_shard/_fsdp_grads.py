@@ -297,18 +297,17 @@ class PartialReduces(dict[BucketKey, tuple[ReduceBucket, Tensor]]):
         return buckets
 
     def prepare(self, reduction: Reduction, part: BucketGrads) -> None:
-        """Lets plugins prepare a bucket's gradients, and adds its partial reduces."""
+        """
+        Lets plugins prepare a bucket's gradients, and sets the sum of its partial reduces,
+        whatever dtypes these were reduced in. Called in the compute stream.
+        """
         if reduction.plugins is not None:
             reduction.plugins.prepare_part(part, reduction.shard_world_size)
-        if self:
-            part.partial_reduce_output = self._get_output(reduction, part.bucket)
-
-    def _get_output(self, reduction: Reduction, bucket: ReduceBucket) -> Tensor | None:
-        """Returns the sum of the bucket's partial reduces, whatever they were reduced in."""
-        output, stream = None, reduction.reduce_scatter_stream
+        bucket, stream = part.bucket, reduction.reduce_scatter_stream
         for earlier, partial in self.values():
             if earlier == bucket:
-                return partial
+                part.partial_reduce_output = partial
+                return
             if {*bucket.params}.isdisjoint(earlier.params):
                 continue
             # New memory may have been freed after waits of the current stream only
@@ -316,8 +315,8 @@ class PartialReduces(dict[BucketKey, tuple[ReduceBucket, Tensor]]):
             stream.wait_stream(handle.current_stream())
             with handle.stream(stream):
                 moved = relayout(earlier, partial, bucket, reduction.scaling)
-                output = moved if output is None else output + moved
-        return output
+                output = part.partial_reduce_output
+                part.partial_reduce_output = moved if output is None else output + moved
 
     def assign(self, group: FSDPParamGroup, output: Tensor) -> None:
         """Makes ``output`` (1D) the only partial reduce. Raises if it fits no bucket."""

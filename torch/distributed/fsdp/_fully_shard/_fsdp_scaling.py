@@ -93,16 +93,17 @@ class Scaling(NamedTuple):
 
 def get_divide_factors(key: BucketKey, scaling: Scaling) -> Factors:
     """Returns a bucket's divide factors. Over one rank no collective applies them."""
-    (dtype, comm_dtype), (*groups, device_type, factor, is_sum) = key, scaling
+    (dtype, comm_dtype), is_sum = key, scaling.is_sum
+    scatter_group, replicate_group, device_type, factor, _ = scaling
     if comm_dtype is not None:
         # [Note: One tree for every mesh] only sums. fp16, which could overflow, is also
         # divided before. Other dtypes get fp32's factors of a forced sum.
         dtype, is_sum = torch.float16 if dtype is torch.float16 else torch.float32, True
-    args = dtype, device_type, factor, is_sum
-    before, after, *ops = _get_gradient_divide_factors(*groups, *args)
-    if _size(groups[0]) == 1 and ops[0] not in (ReduceOp.SUM, ReduceOp.AVG):
+    args = scatter_group, replicate_group, dtype, device_type, factor, is_sum
+    before, after, op, all_reduce_op = _get_gradient_divide_factors(*args)
+    if _size(scatter_group) == 1 and op not in (ReduceOp.SUM, ReduceOp.AVG):
         before = factor  # no collective multiplies
-    return before, after, *ops
+    return before, after, op, all_reduce_op
 
 
 def get_remaining_divisor(key: BucketKey, scaling: Scaling) -> float:
