@@ -3,9 +3,9 @@ State that the groups of one root share, see :class:`FSDPCommContext`.
 
 [Note: Holding reduced buffers]
 An all-reduce over replicas may take longer than backward of several units. So its buffer
-is held until its group reduces again, or to the end of backward. That costs no memory
+is kept until its group reduces again, or to the end of backward. That costs no memory
 where sharded gradients are views of it. Where they are cast, up to ``_MAX_HELD_NBYTES``
-are held: beyond that, the allocating streams wait for the oldest buffers, never for the
+are kept: beyond that, the allocating streams wait for the oldest buffers, never for the
 newest, which compute would wait for as well.
 """
 
@@ -37,7 +37,7 @@ _MAX_HELD_NBYTES = 512 * 2**20
 
 
 class AllGatherState(NamedTuple):
-    """A gather whose buffer is held until ``event``, its copy-out."""
+    """A gather whose buffer stays allocated until ``event``, after its copy-out."""
 
     all_gather_result: AllGatherResult
     event: torch.Event | None
@@ -45,8 +45,8 @@ class AllGatherState(NamedTuple):
 
 class Handoff(NamedTuple):
     """
-    Buffers that one post-backward's reductions use in other streams than allocated them,
-    and that the context holds meanwhile. Call :meth:`release` before it is dropped, but at
+    Buffers that one post-backward's reductions use in other streams than allocated them.
+    The context refers to them meanwhile. None may be dropped before :meth:`release`, but at
     the end of backward, which waits anyway.
     """
 
@@ -61,7 +61,7 @@ class Handoff(NamedTuple):
         return self.allocation_streams[0]
 
     def release(self, *streams: torch.Stream) -> None:
-        """Lets these streams, and those that allocated, wait for the last use."""
+        """Makes these streams, and those that allocated, wait for the last use."""
         for stream in dict.fromkeys(self.allocation_streams + streams):
             if self.event is not None:
                 stream.wait_event(self.event)
@@ -129,7 +129,7 @@ class FSDPCommContext:
             self.all_gather_stream.wait_event(event)
 
     def hold_resharded(self, memory: DirectMemory) -> None:
-        """Holds what the current stream still reads, see [Note: Direct gathers]."""
+        """Keeps memory that the current stream still reads, see [Note: Direct gathers]."""
         if memory.end_use(self.device_handle.current_stream()):
             self.resharded.append(memory)
 
@@ -209,7 +209,7 @@ class FSDPCommContext:
         return parts
 
     def _hold_reduce_buffers(self, group: FSDPParamGroup, parts: Parts) -> None:
-        """Holds inputs and reduced buffers, and the last event of each stream."""
+        """Keeps inputs and reduced buffers, and the last event of each stream."""
         compute, event = self.device_handle.current_stream(), None
         # Buckets may share an input or a buffer, which the last of them uses last
         inputs: dict[torch.Tensor, None] = {}

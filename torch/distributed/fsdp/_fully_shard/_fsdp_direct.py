@@ -113,7 +113,7 @@ class DirectMemory:
         return split(self._outputs, plan.direct_pieces), ([], [])
 
     def end_use(self, stream: torch.Stream) -> bool:
-        """Notes that ``stream`` reads no more. Returns whether there is memory to free."""
+        """Called once ``stream`` reads no more. Returns whether memory is to be freed."""
         if self.allocated:
             self._last_read = stream, stream.record_event()
             if stream == self._stream:
@@ -121,13 +121,13 @@ class DirectMemory:
         return self._last_read is not None
 
     def begin_use(self, stream: torch.Stream) -> None:
-        """Lets ``stream`` write the memory, which is then not freed."""
+        """Called before ``stream`` uses the memory, which must not be freed from now on."""
         if self._last_read is not None and self._last_read[0] != stream:
             stream.wait_event(self._last_read[1])
         self._last_read = None
 
     def free(self) -> None:
-        """Frees the memory if it is not in use, unless users keep it."""
+        """Frees memory that no stream uses after a reshard, unless users keep it."""
         if self._last_read is None:
             return
         self._stream.wait_event(self._last_read[1])

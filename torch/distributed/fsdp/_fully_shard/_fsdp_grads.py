@@ -140,7 +140,7 @@ class Accumulation:
         """Adds the new gradients to those that FSDP keeps apart."""
 
     def end_backward(self, cache: ParamGroupCache) -> None:
-        """Turns upcasting on (in new parameters as well), and upcasts gradients left."""
+        """Turns upcasting on, in new parameters as well, and upcasts unreduced gradients."""
         for fsdp_param, param in _unsharded_params(cache.upcast_by_autograd):
             # A gradient must have the dtype that is set
             grad, param.grad = param.grad, None
@@ -347,8 +347,7 @@ class JoinedReduction:
 
     reduction: Reduction
     parts: list[BucketGrads] = field(default_factory=list)
-    # Where these gradients were computed
-    streams: dict[torch.Stream, None] = field(default_factory=dict)
+    streams: dict[torch.Stream, None] = field(default_factory=dict)  # of their backward
     nbytes: int = 0  # of the collective's input
 
     def join(self) -> list[BucketGrads]:
