@@ -138,9 +138,7 @@ class FSDPCommContext:
         while self.resharded:
             self.resharded.pop(0).free()
 
-    def get_groups_to_prefetch(
-        self, group: FSDPParamGroup, index: int
-    ) -> Iterator[Any]:
+    def groups_to_prefetch(self, group: FSDPParamGroup, index: int) -> Iterator[Any]:
         """
         Yields the groups of the module before that of ``group``, whose forward was at
         ``index``. Of a group for each mesh only that of index 1, the last but one in

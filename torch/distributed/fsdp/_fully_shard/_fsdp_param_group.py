@@ -581,7 +581,7 @@ class FSDPParamGroup(settings.GroupSettings, PluginNames):
         """Starts the gathers that are next in backward, or leaves them for later."""
         if not (indices := self._post_forward_indices):
             return  # an earlier backward of the same forward popped them
-        targets = self.comm_ctx.get_groups_to_prefetch(self, indices.pop())
+        targets = self.comm_ctx.groups_to_prefetch(self, indices.pop())
         if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             for target in targets:
                 self._prefetch_unshard(target, "backward")
