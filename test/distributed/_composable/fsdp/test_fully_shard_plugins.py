@@ -138,8 +138,8 @@ class TestMixedUnitsOf215(ScenarioTest):
 
     def test_plugin_prepares_inputs_for_each_bucket(self) -> None:
         for results in self.results_of("mixed inputs_that_are_padded"):
-            # Two steps of two blocks of two dtypes, and a root of one
-            self.assertEqual(results["calls"], [3] * 2 * 5)
+            # Both ways in two steps of two blocks of two dtypes, and a root of one
+            self.assertEqual(results["calls"], [3] * 4 * 5)
 
     def test_plugin_that_replaces_what_is_gathered_is_refused(self) -> None:
         for results in self.results_of("mixed replaced_output_step"):

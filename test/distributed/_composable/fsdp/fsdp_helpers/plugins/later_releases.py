@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 from fsdp_helpers.common import parity_layers as layers
 from fsdp_helpers.common.doubles import with_a_row_more
@@ -16,7 +17,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 from torch.distributed.tensor import Shard
 
 
@@ -183,14 +184,20 @@ def inputs_that_are_padded(setup: Setup) -> Record:
         calls.append(len(grads))
         return with_a_row_more(params, grads, world_size)
 
-    record: Record = {}
-    for name in ("plain", "padded"):
+    reduce, record = _fsdp_param_group.foreach_reduce, {}
+
+    def reduce_padded(*args: Any, **kwargs: Any) -> Any:
+        return reduce(*args, **kwargs | {"prepare_reduce_scatter_inputs": pad})
+
+    for name in ("plain", "padded", "passed on"):
         model = setup.sharded(
             mesh=setup.pairs, shard_placement_fn=lambda param: Shard(param.ndim - 1)
         )
         for group in groups_of(model) if name == "padded" else ():
             group._prepare_reduce_scatter_inputs = pad
-        record[name] = train(model, setup)
+        new = reduce_padded if name == "passed on" else reduce
+        with mock.patch.object(_fsdp_param_group, "foreach_reduce", new):
+            record[name] = train(model, setup)
     return record | {"calls": calls}
 
 
