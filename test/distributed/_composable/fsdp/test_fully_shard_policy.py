@@ -351,6 +351,11 @@ class TestByName(DeviceFreeTest):
                 fqns = [f"{above}{layer}.{end}" for end in ends]
                 with self.subTest(fqns[0]):
                     self.assertEqual(computed(patterns, *fqns), [FP32, dtype, BF16])
+        # Of several ends the longest
+        part = nn.LayerNorm(2)
+        part.inner = nn.LayerNorm(2)
+        names = ("0.inner.weight", "0.weight")
+        self.assertEqual(computed({"inner.*": FP32}, *names, model=part), [FP32, BF16])
 
     def test_whole_name_comes_before_ends_of_others(self) -> None:
         model = Model()

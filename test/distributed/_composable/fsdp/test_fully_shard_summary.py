@@ -117,8 +117,10 @@ class TestSummaryOfOneRank(utils.FakeGroupTest):
         }
         self.assertEqual(found, expected)
         group_of(model).mp_policy = MixedPrecisionPolicy(FP16)  # as trainers set it
+        model.set_gradient_divide_factor(3)
         row, _ = layout_summary(model).rows[:-1]
-        self.assertEqual((row.compute_dtype, row.comm_dtype), (FP16, None))
+        found = row.compute_dtype, row.comm_dtype, row.divided_by
+        self.assertEqual(found, (FP16, None, 3))
 
     def test_debug_log_at_first_forwards(self) -> None:
         logger = "torch.distributed.fsdp.fully_shard.layout"
