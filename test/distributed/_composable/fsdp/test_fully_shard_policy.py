@@ -244,6 +244,18 @@ class TestResolve(DeviceFreeTest):
         # A dtype of the whole unit is the release's, which refuses none
         self.assertEqual(resolve(Policy(FP8), param()), (FP8, None))
 
+    def test_policy_classes_of_users_may_set_fields_themselves(self) -> None:
+        @dataclasses.dataclass(frozen=True)
+        class Fixed(_fsdp_api.MixedPrecisionPolicy):
+            reduce_dtype: Any = dataclasses.field(init=False, default=None)
+
+        @dataclasses.dataclass(frozen=True)
+        class Sending(_fsdp_api.MixedPrecisionPolicy):
+            grad_comm_dtype = BF16
+
+        self.assertEqual(resolve(Fixed(BF16), param()), (BF16, None))
+        self.assertEqual(resolve(Sending(BF16), param()), (BF16, FP32))
+
     def test_default_of_reduce_dtype_must_be_reducible(self) -> None:
         """It is the computed dtype, or since 2.15 the gradient's."""
         cases = [(FP8, FP8, FP8), (BF16, FP8, FP8)]

@@ -107,6 +107,20 @@ class TestCopyIn(DeviceFreeTest):
         counts = self.copy_in((BF16,), (FP32, None), is_dense=False)
         self.assertEqual(counts["aten::copy_"], self.COUNT)
 
+    def test_all_may_have_to_be_reordered(self) -> None:
+        slots = tuple(layouts.ReduceSlot(i, FP32, 4, 1, num_pieces=0) for i in (0, 1))
+        grads = [torch.randn(2, 8) for _ in slots]
+        shards = [[g.flatten() for g in grad.chunk(self.RANKS, 1)] for grad in grads]
+        for is_mixed in (False, True):
+            bucket = layouts.ReduceBucket((FP32, None), slots, is_mixed)
+            rows = torch.empty(self.RANKS, bucket.shard_numel)
+            # Of a mixed unit where a profiler wants to see operators
+            with mock.patch.object(
+                reduce_file, "gets_operators", return_value=is_mixed
+            ):
+                reduce_file.copy_in_grads(bucket, [*grads], rows)
+            self.assert_same(rows, torch.cat([*map(torch.stack, shards)], dim=1))
+
     def test_large_ones_are_cast_without_a_temporary(self) -> None:
         for case in ("narrowed", "sent in bf16", "fp16 widened"):
             dtypes, keys, *_ = self.CASES[case]

@@ -261,17 +261,15 @@ def fill_segment(output: Tensor, inputs: GatherInputs, rank: int) -> Tensor:
 
 def _fill_by_operator(output: Tensor, inputs: GatherInputs, rank: int) -> Tensor:
     """Calls the operator, which neither casts nor moves."""
-    layout, numel = inputs.plan.layout, inputs.plan.layout.segment_numel
-    if any(copy.casts for copy in inputs.plan.copies) or inputs.are_on_host:
-        filled = _copy_in(output.new_empty(numel), inputs)
-        tensors = [*filled.split(inputs.plan.split_sizes)]
+    plan, shards, layout = inputs.plan, inputs.tensors, inputs.plan.layout
+    if any(copy.casts for copy in plan.copies) or inputs.are_on_host:
+        filled = _copy_in(output.new_empty(layout.segment_numel), inputs)
+        sent = [*filled.split(plan.split_sizes)]
     else:
-        tensors = [
-            output.new_zeros(n) if i is None else inputs.tensors[i]
-            for i, n in layout.slots
-        ]
-        tensors = view_as(layout.buffer_dtype, tensors)
-    args = tensors, output, inputs.plan.split_sizes, numel, rank
+        slots = layout.slots
+        sent = [output.new_zeros(n) if i is None else shards[i] for i, n in slots]
+        sent = view_as(layout.buffer_dtype, sent)
+    args = sent, output, plan.split_sizes, layout.segment_numel, rank
     return torch.ops.fsdp.all_gather_copy_in(*args)[0]
 
 

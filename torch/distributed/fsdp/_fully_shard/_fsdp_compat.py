@@ -176,9 +176,6 @@ def get_copy_out_options(default: Any, output_fn: Any) -> dict[str, Any]:
     return {} if output_fn is default else {"all_gather_output_fn": output_fn}
 
 
-# Reduce #
-
-
 class CopyInPlugins(NamedTuple):
     """The functions of the copy-in, of which plugins have replaced one or both."""
 

@@ -129,8 +129,9 @@ def get_all_gather_inputs(fsdp_param: FSDPParam) -> list[Tensor]:
             raise ValueError(f"got {len(inputs)} tensors for {fsdp_param.device}")
         return inputs
     except Exception as error:
-        result = "((contiguous tensor, ...), metadata)"
-        note_extension(error, fsdp_param, "fsdp_pre_all_gather", result)
+        if has_extension(fsdp_param):
+            result = "((contiguous tensor, ...), metadata)"
+            note_extension(error, fsdp_param, "fsdp_pre_all_gather", result)
         raise
 
 

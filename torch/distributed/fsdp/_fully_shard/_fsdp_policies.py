@@ -144,8 +144,9 @@ def resolve(
             changes[f"{name}_override_fn"] = None
         if dtype is not None:
             changes[name] = dtype
-    values = vars(policy) | changes
-    if values["reduce_dtype"] is None and values.get("grad_comm_dtype"):
+    comm_dtype = getattr(policy, "grad_comm_dtype", None)  # not in the release's class
+    comm_dtype = changes.get("grad_comm_dtype", comm_dtype)
+    if comm_dtype and changes.get("reduce_dtype", policy.reduce_dtype) is None:
         changes["reduce_dtype"] = torch.float32
     resolved = replace(policy, **changes) if changes else policy
     if param.requires_grad and param.dtype.is_floating_point:
@@ -185,7 +186,7 @@ def _check_can_train(policy: Any, default: Any, param: nn.Parameter, fqn: str) -
     if dtype == _PACKED or not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"{fqn} trains in {dtype}: set a floating-point param_dtype")
     reduce_dtype, fault = policy.reduce_dtype, f"The gradient of {fqn} cannot be"
-    comm_dtype = getattr(policy, "grad_comm_dtype", None)  # not in the release's class
+    comm_dtype = getattr(policy, "grad_comm_dtype", None)
     if reduce_dtype is None and policy.param_dtype not in (None, default):
         reduce_dtype = RELEASE.default_reduce_dtype(param) or dtype
     dtypes = {"reduce_dtype": reduce_dtype, "grad_comm_dtype": comm_dtype}

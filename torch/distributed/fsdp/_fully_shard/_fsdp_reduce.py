@@ -393,7 +393,7 @@ def _plan_copy_in(bucket: ReduceBucket, grads: list[Tensor], facts: Any) -> Copy
     # A uniform unit uses the release's memory and launches
     is_uniform = not bucket.is_mixed and bucket.comm_dtype is None
     if len(found) == 1 and (is_uniform or is_observed):
-        accepted = found  # even if that is the slow path
+        accepted = found - {None}  # even if that is the slow path
     elif is_dense and not (len(found) == 1 and found <= accepted):
         is_cheaper = device.type == "cuda" and {*found, target} <= bf16_and_fp32
         by_release = is_uniform and None not in found

@@ -280,15 +280,15 @@ def get_marks(fsdp_param: FSDPParam) -> tuple:
 def warn_if_stale(group: FSDPParamGroup) -> None:
     """Warns if a unit computes with other values than its shards have by now."""
     registered, fsdp_param, marks = group._cache.watched
-    is_current = registered is group._cache._registered  # else gathered anew
-    if not is_current or get_marks(fsdp_param) == marks:
+    is_same = registered is group._cache._registered  # else gathered anew
+    if is_same and get_marks(fsdp_param) == marks:
         return
-    group._cache.watched = False  # to compare waits for the device
+    group._cache.watched = False if is_same else None  # once: it waits for the device
     shard, unsharded = fsdp_param._sharded_param_data, fsdp_param._unsharded_param
     # Forward may write to an unsharded parameter, as an embedding with `max_norm` does
     is_plain = type(shard) is Tensor and not unsharded._version
-    may_round = not group._can_gather_directly()
-    if may_round or not is_plain or fsdp_param.fsdp_placement.dim != 0:
+    is_exact = is_plain and group._can_gather_directly()  # else a gather may round
+    if not (is_same and is_exact) or fsdp_param.fsdp_placement.dim != 0:
         return
     n, rank = shard.numel(), getattr(fsdp_param.mesh_info, "shard_mesh_rank", 0)
     part = fsdp_param.all_gather_outputs[0][rank * n : (rank + 1) * n]

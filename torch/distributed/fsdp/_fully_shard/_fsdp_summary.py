@@ -183,13 +183,14 @@ def _with_dtypes(row: LayoutRow, group: FSDPParamGroup, fsdp_param: Any) -> Layo
     scaling = Scaling(*group._reduce_groups(), group.device.type, factor, is_sum)
     before, after, *_ = get_divide_factors((dtypes.reduce, dtypes.comm), scaling)
     divisor = factor or group.mesh_info.mesh.size()
-    row = replace(row, divided_by=divisor, before=before, after=after)
+    row = replace(row, comm_dtype=dtypes.comm, before=before, after=after)
     sent_dtype = (row.shard_world_size > 1 and dtypes.comm) or dtypes.reduce
     numel = fsdp_param.padded_sharded_param_size.numel()
     sent = row.shard_world_size * numel * sent_dtype.itemsize
-    all_reduced = has_two * numel * dtypes.reduce.itemsize
-    nbytes = {"reduced_nbytes": sent, "all_reduced_nbytes": all_reduced}
-    return replace(row, comm_dtype=dtypes.comm, **nbytes)
+    sums = has_two * numel * dtypes.reduce.itemsize
+    return replace(
+        row, divided_by=divisor, reduced_nbytes=sent, all_reduced_nbytes=sums
+    )
 
 
 def _inner_dtypes(tensor: torch.Tensor) -> list[torch.dtype]:
