@@ -35,7 +35,7 @@ from ._fsdp_reduce import (
     reduce_buckets,
     Reduction,
 )
-from ._fsdp_releases import IS_2_14, RELEASE
+from ._fsdp_releases import RELEASE
 from ._fsdp_settings import as_mesh
 
 
@@ -59,7 +59,7 @@ class PluginNames:
         for fsdp_param in self.fsdp_params:
             fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
         params = [p for p in self.fsdp_params if p.sharded_param.requires_grad]
-        if not params and IS_2_14:
+        if not params and RELEASE.names_frozen_dtypes:
             params = [p for p in self.fsdp_params if p.orig_dtype.is_floating_point]
         self._orig_dtype = _common([p.orig_dtype for p in params])
         self._reduce_dtype = _common([p.reduce_dtype for p in params])

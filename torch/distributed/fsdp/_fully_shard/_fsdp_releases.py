@@ -35,6 +35,7 @@ if _lacks or _adds:  # whatever the version: patch releases may have the same fi
         "Install 2.13.0, 2.14.1 or 2.15.0, or run `python3 tools/overlay.py --undo`"
     )
 
+IS_2_14: bool = hasattr(dist, "_spmd_no_typecheck")  # or newer
 IS_2_15: bool = hasattr(torch.Tensor, "_has_grad_dtype_override")  # or newer
 
 
@@ -44,6 +45,7 @@ class RELEASE:
     # Unsharded gradients, in `grad_dtype`; before 2.15 FSDP does, apart from parameters
     accumulates_by_autograd = IS_2_15
     keeps_grad_dtypes = IS_2_15  # on parameters that are sharded, loaded or cast
+    names_frozen_dtypes = IS_2_14  # as those of groups that train nothing
     may_keep_storage = IS_2_15  # whether unsharded memory may outlive reshard
     # Copies gradients in. In 2.15 it is in C++, and on CUDA casts between bf16 and fp32
     chunk_cat = "chunk_cat_mixed_dtype" if IS_2_15 else "chunk_cat"
@@ -66,7 +68,6 @@ class RELEASE:
 
 # Before, NCCL may multiply by garbage in a bf16 PREMUL_SUM (pytorch 190745)
 SCALES_BF16: bool = IS_2_15
-IS_2_14: bool = hasattr(dist, "_spmd_no_typecheck")  # or newer
 _HAS_SPMD_TYPES: bool = IS_2_14 and dist._is_spmd_types_available()  # since 2.14
 
 
