@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, cast, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -160,7 +160,7 @@ def foreach_all_gather(
                 fields = plan.dtypes, plan.numels, plan.split_sizes
                 sent = stage_direct(inputs, device) if plan.direct else []
             else:
-                plan, sent = None, []
+                plan, sent = cast(Any, None), []
                 param_inputs = _get_param_all_gather_inputs(fsdp_params)
                 metadatas = _get_all_gather_input_metadatas(param_inputs)
                 args = param_inputs, metadatas, group, device, comm
@@ -172,8 +172,8 @@ def foreach_all_gather(
                 received, copies = cache.direct_memory.prepare(*args)
                 members = [*zip(received, sent, strict=True), (output, segment)]
                 work = all_gather_coalesced(members, group, async_op)
-                split_sizes = SplitSizes(layout, plan.split_sizes.state, sent, copies)
-                fields = *fields[:2], split_sizes
+                direct = SplitSizes(plan.layout, plan.split_sizes.state, sent, copies)
+                fields = plan.dtypes, plan.numels, direct
             else:
                 buffers = {"output_tensor": output, "input_tensor": segment}
                 work = comm(**buffers, group=group, async_op=async_op)

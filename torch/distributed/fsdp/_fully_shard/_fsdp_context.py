@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import Any, cast, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import _get_device_handle
@@ -242,7 +242,7 @@ class FSDPCommContext:
         Lets small buckets wait for a reduction with those of other units, at the cap or at
         the end of this backward, be it inside of another. Returns those that do not wait.
         """
-        small_nbytes, cap = group.reduce_bucket_cap
+        small_nbytes, cap = cast(Any, group.reduce_bucket_cap)
         key, remaining = reduction.scaling, []
         is_plain = reduction.is_default and reduction.all_reduce_hook is None
         # After a deferral replicas may have different buckets
