@@ -39,13 +39,11 @@ def shards_evenly(fsdp_param: FSDPParam) -> bool:
     return fsdp_param._orig_size[fsdp_param.fsdp_placement.dim] % num_ranks == 0
 
 
-def can_be_direct(
-    fsdp_param: FSDPParam, dtype: torch.dtype, min_nbytes: int | None
-) -> bool:
+def can_be_direct(param: FSDPParam, dtype: torch.dtype, min_nbytes: int | None) -> bool:
     """Whether the unsharded tensor has ``min_nbytes`` in ``dtype``, and few pieces."""
-    if min_nbytes is None or not 0 < count_pieces(fsdp_param, dtype) <= _MAX_MEMBERS:
+    if min_nbytes is None or not 0 < count_pieces(param, dtype) <= _MAX_MEMBERS:
         return False
-    return fsdp_param._orig_size.numel() * dtype.itemsize >= max(min_nbytes, 1)
+    return param._orig_size.numel() * dtype.itemsize >= max(min_nbytes, 1)
 
 
 def alloc_storages(storages: Iterable[tuple[torch.UntypedStorage, int]]) -> None:

@@ -21,14 +21,9 @@ from ._fsdp_errors import listed
 from ._fsdp_layout import BucketKey, count_pieces, ReduceBucket, ReduceSlot
 from ._fsdp_param import FSDPParam
 from ._fsdp_param_cache import ParamGroupCache
-from ._fsdp_reduce import (
-    accumulate_sharded_grad,
-    BucketGrads,
-    make_parts,
-    Reduction,
-    relayout,
-)
+from ._fsdp_reduce import accumulate_sharded_grad, BucketGrads, make_parts, Reduction
 from ._fsdp_releases import RELEASE
+from ._fsdp_scaling import get_remaining_divisor, Scaling
 
 
 if TYPE_CHECKING:
@@ -264,6 +259,23 @@ def reduce_late_grads(group: FSDPParamGroup) -> None:
 
 
 # Deferred all-reduces #
+
+
+@torch.no_grad()
+def relayout(
+    bucket: ReduceBucket, shard: Tensor, target_bucket: ReduceBucket, scaling: Scaling
+) -> Tensor:
+    """Moves a partial reduce (1D) to another bucket's slots, zeros in new ones."""
+    dtype = torch.promote_types(shard.dtype, target_bucket.dtype)
+    target = shard.new_zeros(target_bucket.shard_numel, dtype=dtype)
+    starts = dict(zip(bucket.params, bucket.starts))
+    for slot, target_start in zip(target_bucket.slots, target_bucket.starts):
+        if (start := starts.get(slot.param)) is not None:
+            piece = shard.narrow(0, start, slot.shard_numel)
+            target.narrow(0, target_start, slot.shard_numel).copy_(piece)
+    old = get_remaining_divisor(bucket.key, scaling)
+    new = get_remaining_divisor(target_bucket.key, scaling)
+    return target if new == old else target.mul_(new / old)
 
 
 class PartialReduces(dict[BucketKey, tuple[ReduceBucket, Tensor]]):

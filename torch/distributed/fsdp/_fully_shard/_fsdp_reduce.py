@@ -420,13 +420,21 @@ def _plan_copy_in(bucket: ReduceBucket, grads: list[Tensor], facts: Any) -> Copy
 
 def _copy_run(grads: list[Tensor], dim: int, rows: Tensor, by_operator: bool) -> None:
     """Copies gradients of one dtype, several by way of a dense temporary."""
-    if len(grads) == 1 and (dim != 0 or grads[0].size(0) % rows.size(0) == 0):
-        by_rank = _view_by_rank(grads[0], dim, rows.size(0))
-        rows.unflatten(1, by_rank.size()[1:]).copy_(by_rank)
-    else:
-        temporary = grads[0].new_empty(rows.size())
-        _chunk_cat([*map(Tensor.contiguous, grads)], temporary, by_operator)
+    grad, num_whole, rest = grads[0], rows.size(0), None
+    if len(grads) > 1:
+        temporary = grad.new_empty(rows.size())
+        _chunk_cat(grads, temporary, by_operator)
         rows.copy_(temporary)
+        return
+    if dim == 0:  # ranks after those with whole shards have the rest, or padding only
+        size = -(-grad.size(0) // rows.size(0))
+        num_whole = grad.size(0) // size
+        grad, rest = grad.split([num_whole * size, grad.size(0) - num_whole * size])
+    by_rank = _view_by_rank(grad, dim, num_whole)
+    rows[:num_whole].unflatten(1, by_rank.size()[1:]).copy_(by_rank)
+    if rest is not None and num_whole < rows.size(0):
+        rows[num_whole:].zero_()
+        rows[num_whole, : rest.numel()].view(rest.size()).copy_(rest)
 
 
 def _view_by_rank(grad: Tensor, dim: int, world_size: int) -> Tensor:
@@ -455,23 +463,6 @@ def _chunk_cat(tensors: list[Tensor], rows: Tensor, by_operator: bool) -> None:
     if rows.size(1) != row_numel:  # the kernel has resized them
         found = f"{rows.size(1)} padded elements, not {row_numel}"
         raise RuntimeError(f"a rank's gradients have {found}")
-
-
-@torch.no_grad()
-def relayout(
-    bucket: ReduceBucket, shard: Tensor, target_bucket: ReduceBucket, scaling: Scaling
-) -> Tensor:
-    """Moves a partial reduce (1D) to another bucket's slots, zeros in new ones."""
-    dtype = torch.promote_types(shard.dtype, target_bucket.dtype)
-    target = shard.new_zeros(target_bucket.shard_numel, dtype=dtype)
-    starts = dict(zip(bucket.params, bucket.starts))
-    for slot, target_start in zip(target_bucket.slots, target_bucket.starts):
-        if (start := starts.get(slot.param)) is not None:
-            piece = shard.narrow(0, start, slot.shard_numel)
-            target.narrow(0, target_start, slot.shard_numel).copy_(piece)
-    old = scales.get_remaining_divisor(bucket.key, scaling)
-    new = scales.get_remaining_divisor(target_bucket.key, scaling)
-    return target if new == old else target.mul_(new / old)
 
 
 # Phase 3: over replicas, and into sharded gradients #
