@@ -291,9 +291,15 @@ def hook_sets(grad: Callable[[Run, torch.Tensor], torch.Tensor]) -> WrongUse:
     return case
 
 
+NOT_DENSE = (
+    "Error: The gradient of 1.gain is a torch.…, not a dense tensor [6]: …sparse=T"
+)
 add(
-    "RuntimeError: The gradient of 1.gain is a torch.…, not a dense tensor [6]: …sparse=T",
+    f"NotImplemented{NOT_DENSE}",
     sparse_gradient=hook_sets(lambda run, grad: grad.to_sparse()),
+)
+add(
+    f"Runtime{NOT_DENSE}",
     distributed_gradient=hook_sets(lambda run, grad: run.replicated()),
 )
 add(

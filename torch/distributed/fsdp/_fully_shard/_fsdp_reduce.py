@@ -426,13 +426,13 @@ def _copy_run(grads: list[Tensor], dim: int, rows: Tensor, by_operator: bool) ->
         _chunk_cat(grads, temporary, by_operator)
         rows.copy_(temporary)
         return
-    if dim == 0:  # ranks after those with whole shards have the rest, or padding only
+    if dim == 0 and grad.size(0) % num_whole != 0:
         size = -(-grad.size(0) // rows.size(0))
         num_whole = grad.size(0) // size
         grad, rest = grad.split([num_whole * size, grad.size(0) - num_whole * size])
     by_rank = _view_by_rank(grad, dim, num_whole)
     rows[:num_whole].unflatten(1, by_rank.size()[1:]).copy_(by_rank)
-    if rest is not None and num_whole < rows.size(0):
+    if rest is not None:  # for the next rank. Later ones have padding only
         rows[num_whole:].zero_()
         rows[num_whole, : rest.numel()].view(rest.size()).copy_(rest)
 
