@@ -289,7 +289,7 @@ class Exchanged:
     def copy_in(self, reduction: Reduction, parts: Sequence[BucketGrads]) -> None:
         """Copies gradients into one buffer to send."""
         sizes = [(part.bucket.wire_dtype, part.bucket.shard_numel) for part in parts]
-        self.layout: GatherLayout = layouts.plan_gather(*zip(*sizes))
+        self.layout = layouts.plan_gather(*zip(*sizes))
         world_size, dtype = reduction.shard_world_size, self.layout.buffer_dtype
         buffer = reduction.allocate(world_size * self.layout.segment_numel, dtype)
         columns = _as_columns(buffer, self.layout, world_size)
